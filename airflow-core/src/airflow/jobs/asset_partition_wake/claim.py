@@ -1,0 +1,136 @@
+#
+# Licensed to the Apache Software Foundation (ASF) under one
+# or more contributor license agreements.  See the NOTICE file
+# distributed with this work for additional information
+# regarding copyright ownership.  The ASF licenses this file
+# to you under the Apache License, Version 2.0 (the
+# "License"); you may not use this file except in compliance
+# with the License.  You may obtain a copy of the License at
+#
+#   http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing,
+# software distributed under the License is distributed on an
+# "AS IS" BASIS, WITHOUT WARRANTIES OR CONDITIONS OF ANY
+# KIND, either express or implied.  See the License for the
+# specific language governing permissions and limitations
+# under the License.
+"""
+SQL over the pending runs: read their ids in bounded steps, lock them by primary key (spec 6).
+
+``idx_apdr_pending`` (``created_dag_run_id``, ``target_dag_id``, ``id``) serves the reads on every database. They name all of
+its columns in ORDER BY, so that the order is the index's own also where a database does not count ``IS NULL`` as a constant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from sqlalchemy import ColumnElement, Integer, and_, func, literal, select, true
+
+from airflow.models.asset import AssetPartitionDagRun
+from airflow.models.dag import DagModel
+from airflow.utils.sqlalchemy import with_row_locks
+
+if TYPE_CHECKING:
+    from sqlalchemy import Row
+    from sqlalchemy.orm import Session
+
+APDR = AssetPartitionDagRun
+PENDING_ORDER = (APDR.created_dag_run_id, APDR.target_dag_id, APDR.id)
+
+
+def dag_can_run() -> ColumnElement[bool]:
+    """Whether a Dag's pending runs may fire: not paused, not stale and, where the base has it, not draining (spec 5)."""
+    can_run = [DagModel.is_paused.is_(False), DagModel.is_stale.is_(False)]
+    if is_draining := getattr(DagModel, "is_draining", None):
+        can_run.append(is_draining.is_(False))
+    return and_(true(), *can_run)
+
+
+def newest_run(*, session: Session) -> int:
+    """Return the highest id of all runs, 0 where there is none. One look at the end of the primary key."""
+    return session.scalar(select(func.max(APDR.id))) or 0
+
+
+def pending_of_dag(dag_id: str, *, after: int, upto: int, limit: int, session: Session) -> list[int]:
+    """Return the next ids of a Dag's pending runs, from behind *after* to *upto*. One range of the index."""
+    return list(
+        session.scalars(
+            select(APDR.id)
+            .where(
+                APDR.created_dag_run_id.is_(None),
+                APDR.target_dag_id == dag_id,
+                APDR.id > after,
+                APDR.id <= upto,
+            )
+            .order_by(*PENDING_ORDER)
+            .limit(limit)
+        )
+    )
+
+
+def pending_of_later_dags(
+    dag_id: str, *, upto: int, limit: int, session: Session
+) -> list[Row[tuple[str, int, bool]]]:
+    """
+    Return ``(dag_id, id, can_run)`` of the first pending runs of the Dags behind *dag_id*. One range of the index.
+
+    The Dag is looked up for each row rather than joined, so that no plan starts from the table of Dags.
+    """
+    can_run = (
+        select(literal(1, Integer)).where(DagModel.dag_id == APDR.target_dag_id, dag_can_run()).scalar_subquery()
+    )
+    return list(
+        session.execute(
+            select(APDR.target_dag_id, APDR.id, can_run.is_not(None))
+            .where(APDR.created_dag_run_id.is_(None), APDR.target_dag_id > dag_id, APDR.id <= upto)
+            .order_by(*PENDING_ORDER)
+            .limit(limit)
+        )
+    )
+
+
+def lock(apdr_ids: Collection[int], *, session: Session) -> list[AssetPartitionDagRun]:
+    """
+    Lock those of the runs that are still pending, whose Dag can run and that no peer has locked.
+
+    No ORDER BY: the caller sorts, since a filesort would make MySQL lock rows before it knows which ones it returns. The
+    Dag is a subquery, not a join, so that MySQL unlocks at once the runs of a Dag that was paused meanwhile.
+    Objects that the session holds already are loaded again: a peer may have changed the row.
+    """
+    if not apdr_ids:
+        return []
+    runs = (
+        select(APDR)
+        .where(
+            APDR.id.in_(apdr_ids),
+            APDR.created_dag_run_id.is_(None),
+            select(literal(1, Integer))
+            .where(DagModel.dag_id == APDR.target_dag_id, dag_can_run())
+            .exists(),
+        )
+        .execution_options(populate_existing=True)
+    )
+    return list(
+        session.scalars(with_row_locks(runs, session=session, of=APDR, skip_locked=True, key_share=False))
+    )
+
+
+def still_pending(apdr_ids: Collection[int], *, session: Session) -> dict[int, tuple[str, bool]]:
+    """
+    Return ``{id: (dag_id, can_run)}`` of those of the runs that are pending. The others fired or were deleted.
+
+    Asked about runs that :func:`lock` did not get; one that is pending and can run is locked by a peer.
+    """
+    if not apdr_ids:
+        return {}
+    return {
+        apdr_id: (dag_id, can_run)
+        for apdr_id, dag_id, can_run in session.execute(
+            select(APDR.id, APDR.target_dag_id, DagModel.dag_id.is_not(None))
+            .outerjoin(DagModel, and_(DagModel.dag_id == APDR.target_dag_id, dag_can_run()))
+            .where(APDR.id.in_(apdr_ids), APDR.created_dag_run_id.is_(None))
+        )
+    }

@@ -1,0 +1,39 @@
+"""Fixtures of the suite. What makes Dags, events and runs is in :mod:`tests_common.factories`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from sqlalchemy.orm import Session
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "backend(*names): runs on these databases only")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = os.environ.get("WAKE_BACKEND", "sqlite")
+    for item in items:
+        if (marker := item.get_closest_marker("backend")) and here not in marker.args:
+            item.add_marker(pytest.mark.skip(reason=f"for {', '.join(marker.args)}, not {here}"))
+
+
+@pytest.fixture
+def db() -> Iterator[None]:
+    """An Airflow database without Dags, before and after."""
+    from tests_common.db import clear_db_apdr
+
+    clear_db_apdr()
+    yield
+    clear_db_apdr()
+
+
+@pytest.fixture
+def session(db: None) -> Iterator[Session]:
+    """A session with a connection of its own."""
+    from tests_common.db import new_session
+
+    with new_session() as session:
+        yield session
