@@ -30,7 +30,6 @@ from __future__ import annotations
 import contextlib
 import json
 import zlib
-from collections.abc import Collection, Iterable, Iterator
 from datetime import datetime
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -67,6 +66,8 @@ from airflow.models.base import Base, StringID
 from airflow.utils.sqlalchemy import UtcDateTime
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator
+
     from sqlalchemy import ColumnElement, Select
     from sqlalchemy.sql.selectable import CompoundSelect
 

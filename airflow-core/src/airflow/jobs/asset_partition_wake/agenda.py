@@ -24,10 +24,12 @@ loop's transaction has committed (spec 7).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from datetime import datetime
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from datetime import datetime
 
 MAX_FAN_OUTS = 50
 """Fan-outs that run side by side; further requests for whole Dags wait in the table for theirs."""

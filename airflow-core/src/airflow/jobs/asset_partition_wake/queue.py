@@ -24,20 +24,21 @@ decided in :mod:`.waiting`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from sqlalchemy import Integer, case, delete, insert, literal, select, true
+from sqlalchemy import delete, insert, literal, select, true
 from sqlalchemy.orm import aliased
 
 from airflow.jobs.asset_partition_wake.agenda import Request
-from airflow.jobs.asset_partition_wake.claim import dag_can_run
+from airflow.jobs.asset_partition_wake.claim import dag_state
 from airflow.models.asset_partition_wake import AssetPartitionDagRunWake, WakeReason
 from airflow.models.dag import DagModel
 from airflow.utils.helpers import chunks
 from airflow.utils.sqlalchemy import get_dialect_name, with_row_locks
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
     from sqlalchemy import ColumnElement, ScalarSelect
     from sqlalchemy.orm import Session
 
@@ -63,7 +64,7 @@ def oldest(limit: int, *, session: Session) -> list[tuple[Request, bool]]:
     there are.
     """
     rows = session.execute(
-        select(Wake.id, Wake.apdr_id, Wake.target_dag_id, Wake.created_at, _dag_state(Wake.target_dag_id))
+        select(Wake.id, Wake.apdr_id, Wake.target_dag_id, Wake.created_at, dag_state(Wake.target_dag_id))
         .order_by(Wake.id)
         .limit(limit)
     )
@@ -89,7 +90,7 @@ def dags_waiting(after: str, limit: int, *, session: Session) -> list[WaitingDag
         walk = select(_next_dag(literal(after)).label("dag_id")).cte("walk", recursive=True)
         walk = walk.union_all(select(_next_dag(walk.c.dag_id)).where(walk.c.dag_id.is_not(None)))
     rows = session.execute(
-        select(walk.c.dag_id, _dag_state(walk.c.dag_id)).where(walk.c.dag_id.is_not(None)).limit(limit)
+        select(walk.c.dag_id, dag_state(walk.c.dag_id)).where(walk.c.dag_id.is_not(None)).limit(limit)
     )
     return [WaitingDag(dag_id, state is not None, state == 1) for dag_id, state in rows]
 
@@ -204,14 +205,5 @@ def _next_dag(after: ColumnElement[str]) -> ScalarSelect[str]:
         .where(behind.target_dag_id > after)
         .order_by(behind.target_dag_id)
         .limit(1)
-        .scalar_subquery()
-    )
-
-
-def _dag_state(dag_id: ColumnElement[str]) -> ScalarSelect[int]:
-    """1: the Dag can run; 0: it cannot; NULL: there is none. A scalar subquery: one look at the primary key a row."""
-    return (
-        select(case((dag_can_run(), literal(1, Integer)), else_=literal(0, Integer)))
-        .where(DagModel.dag_id == dag_id)
         .scalar_subquery()
     )

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from importlib import metadata
 from typing import TYPE_CHECKING
@@ -45,6 +44,8 @@ from airflow.models.asset_partition_wake import AssetPartitionDagRunWake
 from airflow.utils.session import create_session
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from sqlalchemy.orm import Session, SessionTransaction
 
     from airflow.models.asset import AssetPartitionDagRun

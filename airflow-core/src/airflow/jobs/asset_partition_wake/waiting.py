@@ -24,8 +24,6 @@ oldest requests of each: more of them where they name few runs or where runs cou
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from datetime import datetime
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -33,6 +31,9 @@ from airflow.jobs.asset_partition_wake import queue
 from airflow.jobs.asset_partition_wake.agenda import Request, in_turn
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from datetime import datetime
+
     from sqlalchemy.orm import Session
 
 LOOKS = 3
