@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from sqlalchemy import delete
+from sqlalchemy import delete, event
 from sqlalchemy.orm import Session
 
 from airflow import settings
@@ -80,3 +81,23 @@ def clear_db_apdr() -> None:
     with new_session() as session:
         for model in models:
             session.execute(delete(model), execution_options={"synchronize_session": False})
+
+
+@contextmanager
+def recorded_statements(containing: str = "") -> Iterator[list[str]]:
+    """
+    Record the SQL that this process sends in the block, one entry for each time the driver is called.
+
+    :param containing: only statements with this text in them
+    """
+    statements: list[str] = []
+
+    def record(connection: Any, cursor: Any, statement: str, *args: Any) -> None:
+        if containing in statement:
+            statements.append(statement)
+
+    event.listen(settings.engine, "before_cursor_execute", record)
+    try:
+        yield statements
+    finally:
+        event.remove(settings.engine, "before_cursor_execute", record)

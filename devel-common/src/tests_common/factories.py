@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from sqlalchemy import func, insert, select, update
 
@@ -28,9 +29,13 @@ from airflow.sdk import (
 from airflow.serialization.definitions.dag import SerializedDAG
 from airflow.serialization.serialized_objects import LazyDeserializedDAG
 from airflow.timetables.base import compute_rollup_fingerprint
+from airflow.utils.state import DagRunState, TaskInstanceState
+from airflow.utils.types import DagRunTriggeredByType, DagRunType
 from tests_common.db import new_session
 
 if TYPE_CHECKING:
+    from uuid import UUID
+
     from sqlalchemy.orm import Session
 
 BUNDLE = "testing"
@@ -181,6 +186,21 @@ class Scheduler:
         with new_session() as session:
             return self.runner._create_dagruns_for_partitioned_asset_dags(session)
 
+    def evaluate(self) -> list[int]:
+        """Run one step; return the ids of the runs that it evaluated, in order."""
+        evaluated: list[int] = []
+        wake = self.runner._asset_partition_wake
+        claim = wake.claim
+
+        def spy(budget: int, *, session: Session) -> list[AssetPartitionDagRun]:
+            runs = claim(budget, session=session)
+            evaluated[:] = [run.id for run in runs]
+            return runs
+
+        with patch.object(wake, "claim", spy):
+            self.step()
+        return evaluated
+
     def settle(self, most: int = 200) -> set[str]:
         """Step until there is neither a request that can be answered nor anything under way."""
         fired: set[str] = set()
@@ -226,3 +246,98 @@ def _keys(dag_id: str, condition: Any) -> list[str]:
                 .order_by(AssetPartitionDagRun.created_dag_run_id, AssetPartitionDagRun.id)
             )
         )
+
+
+def insert_dags(*dag_ids: str, **values: Any) -> None:
+    """Insert rows of Dags without a definition, enough for what reads none; paused or stale by *values*."""
+    columns = {
+        "bundle_name": BUNDLE,
+        "is_paused": False,
+        "is_stale": False,
+        "max_active_tasks": 16,
+        "max_consecutive_failed_dag_runs": 0,
+        "has_task_concurrency_limits": False,
+        "timetable_partitioned": True,
+        "partition_mapper_info": [],
+    } | values
+    with new_session() as session:
+        if session.get(DagBundleModel, BUNDLE) is None:
+            session.add(DagBundleModel(name=BUNDLE))
+            session.flush()
+        session.execute(insert(DagModel.__table__), [{"dag_id": dag_id} | columns for dag_id in dag_ids])
+
+
+def insert_runs(dag_id: str, count: int = 1, *, created_at: datetime | None = None) -> list[int]:
+    """Insert pending runs in bulk, without key logs, also of a Dag without a definition; return their ids."""
+    now = created_at or timezone.utcnow()
+    with new_session() as session:
+        before = session.scalar(select(func.max(AssetPartitionDagRun.id))) or 0
+        session.execute(
+            insert(AssetPartitionDagRun.__table__),
+            [
+                {
+                    "target_dag_id": dag_id,
+                    "partition_key": str(n),
+                    "rollup_fingerprint": {},
+                    "created_at": now,
+                    "updated_at": now,
+                }
+                for n in range(count)
+            ],
+        )
+        return list(
+            session.scalars(
+                select(AssetPartitionDagRun.id)
+                .where(AssetPartitionDagRun.id > before)
+                .order_by(AssetPartitionDagRun.id)
+            )
+        )
+
+
+def ask(
+    dag_id: str, apdr_ids: Iterable[int | None] = (None,), *, created_at: datetime | None = None
+) -> list[int]:
+    """Insert requests in bulk, one for each of the runs, None for every pending run of the Dag; return their ids."""
+    from airflow.models.asset_partition_wake import AssetPartitionDagRunWake as Wake
+
+    with new_session() as session:
+        before = session.scalar(select(func.max(Wake.id))) or 0
+        session.execute(
+            insert(Wake.__table__),
+            [
+                {
+                    "apdr_id": apdr_id,
+                    "target_dag_id": dag_id,
+                    "reason": "key log",
+                    "created_at": created_at or timezone.utcnow(),
+                }
+                for apdr_id in apdr_ids
+            ],
+        )
+        return list(session.scalars(select(Wake.id).where(Wake.id > before).order_by(Wake.id)))
+
+
+def asked() -> list[int]:
+    """Return the ids of the requests that wait."""
+    from airflow.models.asset_partition_wake import AssetPartitionDagRunWake as Wake
+
+    with new_session() as session:
+        return list(session.scalars(select(Wake.id).order_by(Wake.id)))
+
+
+def running_task(dag_id: str, run_id: str = "run") -> UUID:
+    """Make a Dag run of a Dag with one task, and return the id of its task instance, which runs."""
+    now = timezone.utcnow()
+    with new_session() as session:
+        run = SerializedDagModel.get(dag_id, session=session).dag.create_dagrun(
+            run_id=run_id,
+            run_after=now,
+            run_type=DagRunType.MANUAL,
+            triggered_by=DagRunTriggeredByType.TEST,
+            state=DagRunState.RUNNING,
+            session=session,
+        )
+        (ti,) = run.task_instances
+        ti.state = TaskInstanceState.RUNNING
+        ti.start_date = now
+        return ti.id

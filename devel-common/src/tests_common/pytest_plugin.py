@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
+from datetime import datetime, timezone
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from sqlalchemy.orm import Session
@@ -37,3 +41,27 @@ def session(db: None) -> Iterator[Session]:
 
     with new_session() as session:
         yield session
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """
+    A clock that stands still until a test moves it (``clock.shift(seconds)``), for the scheduler's step too.
+
+    time-machine leaves ``time.monotonic`` alone, so the step reads the time of day in its place.
+    """
+    import time_machine
+
+    from airflow.jobs.asset_partition_wake import step
+
+    with time_machine.travel(datetime(2030, 1, 1, tzinfo=timezone.utc), tick=False) as traveller:
+        monkeypatch.setattr(step, "time", SimpleNamespace(monotonic=lambda: time.time()))
+        yield traveller
+
+
+@pytest.fixture
+def no_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resync passes switched off, the startup pass too."""
+    from airflow.jobs.asset_partition_wake.agenda import Agenda
+
+    monkeypatch.setattr(Agenda, "pass_is_due", lambda self, now: False)

@@ -165,10 +165,9 @@ def test_refused_activation_asks_for_nothing(conflicting, activate):
 
 def test_asset_that_takes_over_asks(activate):
     """Once the other asset of its name is gone, an asset can become active, and asks."""
-    produce(PLAIN)
+    consumer("another", PLAIN)
     consumer("consumer", SAME_NAME)
-    with new_session() as session:
-        write(make_dag("producer"), session=session)
+    consumer("another", UNRELATED)
     deactivate(PLAIN)
     activate(SAME_NAME)
 
@@ -293,7 +292,9 @@ def test_activation_sends_its_insert_and_one_query(session):
     """Beside Airflow's own INSERT, assets that are active cost one SELECT."""
     produce(PLAIN, UNRELATED)
     with recorded_statements() as statements:
-        operation().activate_assets_if_possible(session.scalars(select(AssetModel)).all(), session=session)
+        AssetModelOperation.collect({}).activate_assets_if_possible(
+            session.scalars(select(AssetModel)).all(), session=session
+        )
 
     assert ["SELECT", "SELECT", "INSERT"] == [statement.split()[0] for statement in statements]
 
@@ -301,7 +302,7 @@ def test_activation_sends_its_insert_and_one_query(session):
 def test_nothing_to_activate_sends_nothing(session):
     """Without assets there is no query at all."""
     with recorded_statements() as statements:
-        operation().activate_assets_if_possible([], session=session)
+        AssetModelOperation.collect({}).activate_assets_if_possible([], session=session)
 
     assert [] == statements
 
@@ -314,7 +315,3 @@ def test_loop_without_new_assets_asks_for_nothing():
         runner._update_asset_orphanage()
 
     assert [] == statements
-
-
-def operation() -> AssetModelOperation:
-    return AssetModelOperation.collect({})

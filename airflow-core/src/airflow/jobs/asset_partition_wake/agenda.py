@@ -109,6 +109,10 @@ class Agenda:
             resync=replace(self.resync) if self.resync else None,
         )
 
+    def is_idle(self, now: float) -> bool:
+        """Whether nothing is under way and no pass is due at *now*."""
+        return not self.fan_outs and self.resync is None and not self.pass_is_due(now)
+
     def shares(self, budget: int) -> Shares:
         """Divide *budget* runs: a tenth each for fan-outs and for a pass that have runs left (spec 5)."""
         tenth = max(1, budget // 10)

@@ -44,10 +44,9 @@ PENDING_ORDER = (APDR.created_dag_run_id, APDR.target_dag_id, APDR.id)
 
 def dag_can_run() -> ColumnElement[bool]:
     """Whether a Dag's pending runs may fire: not paused, not stale and, where the base has it, not draining (spec 5)."""
-    can_run = [DagModel.is_paused.is_(False), DagModel.is_stale.is_(False)]
-    if is_draining := getattr(DagModel, "is_draining", None):
-        can_run.append(is_draining.is_(False))
-    return and_(true(), *can_run)
+    dag = DagModel.__table__.c
+    never = [dag[name] for name in ("is_paused", "is_stale", "is_draining") if name in dag]
+    return and_(true(), *(column.is_(False) for column in never))
 
 
 def dag_state(dag_id: ColumnElement[str]) -> ScalarSelect[int]:
@@ -59,7 +58,7 @@ def dag_state(dag_id: ColumnElement[str]) -> ScalarSelect[int]:
     """
     return (
         select(case((dag_can_run(), literal(1, Integer)), else_=literal(0, Integer)))
-        .where(DagModel.dag_id == dag_id)
+        .where(DagModel.__table__.c.dag_id == dag_id)
         .scalar_subquery()
     )
 

@@ -24,9 +24,10 @@ decided in :mod:`.waiting`.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from sqlalchemy import delete, insert, literal, select, true
+from sqlalchemy import Integer, bindparam, delete, func, insert, literal, select, true
 from sqlalchemy.orm import aliased
 
 from airflow.jobs.asset_partition_wake.agenda import Request
@@ -39,7 +40,7 @@ from airflow.utils.sqlalchemy import get_dialect_name, with_row_locks
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
-    from sqlalchemy import ColumnElement, ScalarSelect
+    from sqlalchemy import ColumnElement, ScalarSelect, Select
     from sqlalchemy.orm import Session
 
 Wake = AssetPartitionDagRunWake
@@ -63,12 +64,19 @@ def oldest(limit: int, *, session: Session) -> list[tuple[Request, bool]]:
     The Dag is looked up by its primary key for each row read, so that an empty queue costs nothing, however many Dags
     there are.
     """
-    rows = session.execute(
-        select(Wake.id, Wake.apdr_id, Wake.target_dag_id, Wake.created_at, dag_state(Wake.target_dag_id))
-        .order_by(Wake.id)
-        .limit(limit)
-    )
+    rows = session.execute(_oldest(), {"most": limit})
     return [(Request(*row[:4]), row[4] == 1) for row in rows]
+
+
+@cache
+def _oldest() -> Select:
+    """Build the statement once, of columns rather than attributes: that took longer than to send it."""
+    wake = Wake.__table__.c
+    return (
+        select(wake.id, wake.apdr_id, wake.target_dag_id, wake.created_at, dag_state(wake.target_dag_id))
+        .order_by(wake.id)
+        .limit(bindparam("most", type_=Integer))
+    )
 
 
 def dags_waiting(after: str, limit: int, *, session: Session) -> list[WaitingDag]:
@@ -170,7 +178,7 @@ def _batch(dag_id: str, *, session: Session) -> list[int]:
 
 def _merge(dag_id: str, ids: list[int], *, session: Session) -> None:
     """Put one request for the whole Dag, as old as the oldest, in the place of many."""
-    since = session.scalar(select(Wake.created_at).where(Wake.id == ids[0]))
+    since = session.scalar(select(func.min(Wake.created_at)).where(Wake.id.in_(ids)))
     session.execute(
         insert(Wake).values(
             apdr_id=None, target_dag_id=dag_id, reason=WakeReason.MERGED.value, created_at=since

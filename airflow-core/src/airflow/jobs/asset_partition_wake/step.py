@@ -27,6 +27,7 @@ from __future__ import annotations
 import math
 import time
 from datetime import timedelta
+from functools import cache
 from importlib import metadata
 from typing import TYPE_CHECKING
 
@@ -97,16 +98,20 @@ class WakeStep:
         :raises AirflowException: if ``airflow db migrate`` has not been run
         """
         self._check_table(session)
-        agenda = self._agenda.draft()
         now = time.monotonic()
+        waiting = Waiting(budget, self._agenda.turn, session=session)
+        if waiting.is_nothing and self._agenda.is_idle(now):
+            _on_commit(session, _send_no_lag)
+            return []
 
-        waiting = Waiting(budget, agenda.turn, session=session)
+        agenda = self._agenda.draft()
+        newest = cache(lambda: claim.newest_run(session=session))
         if agenda.pass_is_due(now):
-            agenda.start_pass(now, upto=claim.newest_run(session=session))
+            agenda.start_pass(now, upto=newest())
             log.info("Asset partition resync pass started", kind=agenda.resync.kind)
         for dag_id, request_ids in waiting.of_dag.items():
             if agenda.wants_fan_out(dag_id):
-                agenda.start_fan_out(dag_id, request_ids, upto=claim.newest_run(session=session))
+                agenda.start_fan_out(dag_id, request_ids, upto=newest())
 
         loop = _Loop(budget, agenda, waiting, session=session)
         loop.fill()
@@ -192,19 +197,20 @@ class _Loop:
         for_pass = max(0, shares.resync - len(self._of_pass))
 
         asked = set(self._waiting.take(room - for_fan_outs - for_pass)) - self._tried
-        if self._agenda.fan_outs:
-            of_fan_outs = sources.next_of_fan_outs(
-                self._agenda.fan_outs.values(), room - len(asked) - for_pass, session=self._session
-            )
-            self._of_fan_outs |= of_fan_outs
-            asked |= of_fan_outs.keys() - self._tried
+        asked |= self._ask_fan_outs(room - len(asked) - for_pass)
         if self._agenda.resync:
             of_pass = sources.next_of_pass(self._agenda.resync, room - len(asked), session=self._session)
             self._of_pass |= set(of_pass)
             asked |= set(of_pass) - self._tried
         asked |= set(self._waiting.take(room - len(asked))) - self._tried
+        asked |= self._ask_fan_outs(room - len(asked))
         self._tried |= asked
         return asked
+
+    def _ask_fan_outs(self, count: int) -> set[int]:
+        runs = sources.next_of_fan_outs(self._agenda.fan_outs.values(), count, session=self._session)
+        self._of_fan_outs |= runs
+        return runs.keys() - self._tried
 
     def _lock(self, asked: set[int]) -> bool:
         """Lock runs, and see what became of those that could not be had; whether there are any."""
@@ -251,6 +257,10 @@ class _Loop:
             duration = timedelta(seconds=now - ended.started_at)
             stats.timing("scheduler.asset_partitions.resync_pass_duration", duration)
             log.info("Asset partition resync pass ended", kind=ended.kind, seconds=duration.total_seconds())
+
+
+def _send_no_lag() -> None:
+    stats.gauge("scheduler.asset_partitions.wake_lag", 0)
 
 
 def _on_commit(session: Session, callback: Callable[[], None]) -> None:

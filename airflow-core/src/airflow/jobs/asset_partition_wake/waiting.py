@@ -58,7 +58,7 @@ class Waiting:
         self.of_dag: dict[str, set[int]] = {}
         """The requests for a whole Dag."""
         self.since: datetime | None = None
-        """When the oldest of them was made."""
+        """When the oldest request of a Dag that can run was made."""
         self._session = session
         self._budget = budget
         self._turn = turn
@@ -71,11 +71,17 @@ class Waiting:
 
         rows = queue.oldest(budget + 1, session=session)
         self._read_whole = len(rows) <= budget
+        self.since = min((request.created_at for request, can_run in rows if can_run), default=None)
         if self._read_whole:
             self._add(request for request, can_run in rows if can_run)
         else:
             self._look_at_dags()
             self._look_deeper()
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether no request of a Dag that can run waits."""
+        return self._read_whole and not self.of_run and not self.of_dag
 
     def take(self, count: int) -> list[int]:
         """Return up to *count* runs asked for that this loop has not tried yet, Dags in turn."""
@@ -94,10 +100,10 @@ class Waiting:
 
     @property
     def turn(self) -> str:
-        """The Dag behind which the next loop goes on: the last one before the first that got nothing."""
+        """The Dag behind which the next loop goes on: the last one before the first whose runs got nothing."""
         turn = self._turn
-        for dag_id, can_run in self._looked_at.items():
-            if can_run and dag_id not in self._served:
+        for dag_id in self._looked_at:
+            if self._untried.get(dag_id) and dag_id not in self._served:
                 break
             turn = dag_id
         return turn

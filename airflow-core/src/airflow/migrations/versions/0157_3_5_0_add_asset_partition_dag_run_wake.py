@@ -79,6 +79,11 @@ def upgrade():
         )
     if missing(APDR, "idx_apdr_pending"):
         op.create_index("idx_apdr_pending", APDR, ["created_dag_run_id", "target_dag_id", "id"])
+    if inspector is not None:
+        inspector.clear_cache()
+        # MySQL has dropped it by itself, unless it is the one that a downgrade made.
+        if not missing(APDR, MYSQL_FKEY_INDEX):
+            op.drop_index(MYSQL_FKEY_INDEX, table_name=APDR)
 
 
 def downgrade():

@@ -153,7 +153,7 @@ def test_pending_of_later_dags(session):
 
     def read(dag_id: str, upto: int, limit: int) -> list[tuple]:
         rows = claim.pending_of_later_dags(dag_id, upto=upto, limit=limit, session=session)
-        return [tuple(row) for row in rows]
+        return [(dag_id, apdr_id, bool(can_run)) for dag_id, apdr_id, can_run in rows]
 
     expected = [("a", a1, True), ("b", b1, False), ("c", c1, True), ("c", c2, True)]
     assert expected == read("", c2, 10)

@@ -84,7 +84,7 @@ def test_more_dags_than_the_budget():
         ask(dag_id, runs[dag_id])
     step = WakeStep()
     claimed = [run for _ in range(5) for run in claim(step, 5)]
-    assert [runs[dag_id][0] for dag_id in runs] == claimed[:23]
+    assert {runs[dag_id][0] for dag_id in runs} | {runs["d00"][1], runs["d01"][1]} == set(claimed)
     claimed += [run for _ in range(20) for run in claim(step, 5)]
     assert sorted(run for dag in runs.values() for run in dag) == sorted(claimed)
     assert [] == asked()
