@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sqlalchemy import ColumnElement, Integer, and_, case, func, literal, select, true
+from sqlalchemy import ColumnElement, Integer, and_, bindparam, case, func, literal, select, true
 
 from airflow.models.asset import AssetPartitionDagRun
 from airflow.models.dag import DagModel
@@ -61,6 +61,11 @@ def dag_state(dag_id: ColumnElement[str]) -> ScalarSelect[int]:
         .where(DagModel.__table__.c.dag_id == dag_id)
         .scalar_subquery()
     )
+
+
+def in_ids(column: ColumnElement[int], ids: Collection[int]) -> ColumnElement[bool]:
+    """Return ``column IN (ids)`` with the numbers in the text: 500 bound parameters cost the client as much as the rows."""
+    return column.in_(bindparam(None, sorted(ids), type_=Integer, expanding=True, literal_execute=True))
 
 
 def newest_run(*, session: Session) -> int:
@@ -111,7 +116,9 @@ def lock(apdr_ids: Collection[int], *, session: Session) -> list[AssetPartitionD
         return []
     runs = (
         select(APDR)
-        .where(APDR.id.in_(apdr_ids), APDR.created_dag_run_id.is_(None), dag_state(APDR.target_dag_id) == 1)
+        .where(
+            in_ids(APDR.id, apdr_ids), APDR.created_dag_run_id.is_(None), dag_state(APDR.target_dag_id) == 1
+        )
         .with_hint(APDR, "FORCE INDEX (PRIMARY)", "mysql")
         .execution_options(populate_existing=True)
     )
@@ -132,7 +139,7 @@ def still_pending(apdr_ids: Collection[int], *, session: Session) -> dict[int, t
         apdr_id: (dag_id, state == 1)
         for apdr_id, dag_id, state in session.execute(
             select(APDR.id, APDR.target_dag_id, dag_state(APDR.target_dag_id))
-            .where(APDR.id.in_(apdr_ids), APDR.created_dag_run_id.is_(None))
+            .where(in_ids(APDR.id, apdr_ids), APDR.created_dag_run_id.is_(None))
             .with_hint(APDR, "FORCE INDEX (PRIMARY)", "mysql")
         )
     }

@@ -25,13 +25,12 @@ decided in :mod:`.waiting`.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from sqlalchemy import Integer, bindparam, delete, func, insert, literal, select, true
-from sqlalchemy.orm import aliased
 
 from airflow.jobs.asset_partition_wake.agenda import Request
-from airflow.jobs.asset_partition_wake.claim import dag_state
+from airflow.jobs.asset_partition_wake.claim import dag_state, in_ids
 from airflow.models.asset_partition_wake import AssetPartitionDagRunWake, WakeReason
 from airflow.models.dag import DagModel
 from airflow.utils.helpers import chunks
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
 Wake = AssetPartitionDagRunWake
+T = TypeVar("T")
 
 BATCH = 1000
 """Rows of one DELETE, and of one transaction of :func:`tidy`."""
@@ -53,6 +53,7 @@ class WaitingDag(NamedTuple):
     """A Dag with requests. *known*: it is in the ``dag`` table; *can_run*: its pending runs may fire."""
 
     dag_id: str
+    oldest_id: int
     known: bool
     can_run: bool
 
@@ -85,39 +86,84 @@ def dags_waiting(after: str, limit: int, *, session: Session) -> list[WaitingDag
 
     MySQL steps from group to group by itself ("Using index for group-by"); the others do so by a recursive query.
     """
+    wake = Wake.__table__.c
     if get_dialect_name(session) == "mysql":
         walk = (
-            select(Wake.target_dag_id.label("dag_id"))
-            .where(Wake.target_dag_id > after)
-            .group_by(Wake.target_dag_id)
-            .order_by(Wake.target_dag_id)
+            select(wake.target_dag_id.label("dag_id"), func.min(wake.id).label("oldest_id"))
+            .where(wake.target_dag_id > after)
+            .group_by(wake.target_dag_id)
+            .order_by(wake.target_dag_id)
             .limit(limit)
             .subquery("walk")
         )
+        oldest_id = walk.c.oldest_id
     else:
-        walk = select(_next_dag(literal(after)).label("dag_id")).cte("walk", recursive=True)
-        walk = walk.union_all(select(_next_dag(walk.c.dag_id)).where(walk.c.dag_id.is_not(None)))
+        walk = select(_first(wake.target_dag_id, behind=literal(after)).label("dag_id")).cte(
+            "walk", recursive=True
+        )
+        walk = walk.union_all(
+            select(_first(wake.target_dag_id, behind=walk.c.dag_id)).where(walk.c.dag_id.is_not(None))
+        )
+        oldest_id = _first(wake.id, at=walk.c.dag_id)
     rows = session.execute(
-        select(walk.c.dag_id, dag_state(walk.c.dag_id)).where(walk.c.dag_id.is_not(None)).limit(limit)
+        select(walk.c.dag_id, oldest_id, dag_state(walk.c.dag_id))
+        .where(walk.c.dag_id.is_not(None))
+        .limit(limit)
     )
-    return [WaitingDag(dag_id, state is not None, state == 1) for dag_id, state in rows]
+    return [WaitingDag(dag_id, first, state is not None, state == 1) for dag_id, first, state in rows]
+
+
+def by_id(ids: Collection[int], *, session: Session) -> list[Request]:
+    """Return requests by primary key, the oldest first."""
+    wake = Wake.__table__
+    rows = session.execute(
+        select(wake.c.id, wake.c.apdr_id, wake.c.target_dag_id, wake.c.created_at)
+        .where(in_ids(wake.c.id, ids))
+        .with_hint(wake, "FORCE INDEX (PRIMARY)", "mysql")
+        .order_by(wake.c.id)
+    )
+    return [Request(*row) for row in rows]
 
 
 def oldest_of_dags(dag_ids: Collection[str], per_dag: int, *, session: Session) -> list[Request]:
-    """Return the *per_dag* oldest requests of each Dag: one range of the index a Dag."""
-    first = aliased(Wake)
-    first_ids = (
-        select(first.id).where(first.target_dag_id == DagModel.dag_id).order_by(first.id).limit(per_dag)
+    """
+    Return the *per_dag* oldest requests of each Dag: one range of ``idx_apdr_wake_target_dag_id`` a Dag.
+
+    That index has to be the one: along the primary key, the search for a quiet Dag reads the whole queue. On PostgreSQL a
+    range in place of ``=`` leaves no other in the order asked for; on MySQL it is named (27 ms in place of 552 for 500
+    of 2,300 Dags with 1,000,000 requests), and only ids are read in the lateral, which it covers.
+    """
+    dag = DagModel.__table__.c
+    wake = Wake.__table__
+    first = wake.alias("first")
+    columns = (first.c.id, first.c.apdr_id, first.c.target_dag_id, first.c.created_at)
+    in_order = select(*columns).order_by(first.c.target_dag_id, first.c.id).limit(per_dag)
+    of_dag = in_order.where(first.c.target_dag_id >= dag.dag_id, first.c.target_dag_id <= dag.dag_id)
+    match get_dialect_name(session):
+        case "mysql":
+            ids = (
+                in_order.where(first.c.target_dag_id == dag.dag_id)
+                .with_only_columns(first.c.id)
+                .with_hint(first, "FORCE INDEX (idx_apdr_wake_target_dag_id)", "mysql")
+                .lateral("ids")
+            )
+            source = dag.dag_id.table.join(ids, true()).join(wake, wake.c.id == ids.c.id)
+            found = wake.c
+        case "sqlite":  # has no LATERAL
+            ids = of_dag.with_only_columns(first.c.id).correlate(dag.dag_id.table)
+            source = dag.dag_id.table.join(wake, wake.c.id.in_(ids))
+            found = wake.c
+        case _:
+            lateral = of_dag.lateral("oldest")
+            source = dag.dag_id.table.join(lateral, true())
+            found = lateral.c
+    rows = session.execute(
+        select(found.id, found.apdr_id, found.target_dag_id, found.created_at)
+        .select_from(source)
+        .where(dag.dag_id.in_(dag_ids))
+        .order_by(found.id)
     )
-    rows = select(Wake.id, Wake.apdr_id, Wake.target_dag_id, Wake.created_at).select_from(DagModel)
-    if get_dialect_name(session) == "sqlite":  # has no LATERAL
-        rows = rows.join(Wake, Wake.id.in_(first_ids.correlate(DagModel)))
-    else:
-        lateral = first_ids.lateral("first")
-        rows = rows.join(lateral, true()).join(Wake, Wake.id == lateral.c.id)
-    return [
-        Request(*row) for row in session.execute(rows.where(DagModel.dag_id.in_(dag_ids)).order_by(Wake.id))
-    ]
+    return [Request(*row) for row in rows]
 
 
 def settle(request_ids: Collection[int], *, session: Session) -> None:
@@ -127,7 +173,17 @@ def settle(request_ids: Collection[int], *, session: Session) -> None:
     One that a peer is deleting at this moment is left to the peer: no scheduler waits for another.
     """
     for ids in chunks(sorted(request_ids), BATCH):
-        _delete(_lock(ids, session=session), session=session)
+        match get_dialect_name(session):
+            case "sqlite":  # one writer: nobody to wait for
+                _delete(ids, session=session)
+            case "mysql":  # cannot read in a DELETE the table that it deletes from
+                _delete(list(session.scalars(_locked(ids, session=session))), session=session)
+            case _:
+                locked = _locked(ids, session=session).cte("locked")
+                session.execute(
+                    delete(Wake).where(Wake.id.in_(select(locked.c.id))),
+                    execution_options={"synchronize_session": False},
+                )
 
 
 def tidy(*, session: Session) -> tuple[int, int]:
@@ -187,31 +243,40 @@ def _merge(dag_id: str, ids: list[int], *, session: Session) -> None:
     _delete(ids, session=session)
 
 
-def _lock(ids: list[int], *, session: Session) -> list[int]:
-    if get_dialect_name(session) == "sqlite":  # one writer: nothing to lock, and nobody to wait for
-        return ids
-    return list(
-        session.scalars(
-            with_row_locks(
-                select(Wake.id).where(Wake.id.in_(ids)), session=session, skip_locked=True, key_share=False
-            )
-        )
+def _locked(ids: Collection[int], *, session: Session) -> Select:
+    """Return the query that locks those of the requests that nobody else has locked."""
+    return with_row_locks(
+        select(Wake.id).where(in_ids(Wake.id, ids)).with_hint(Wake, "FORCE INDEX (PRIMARY)", "mysql"),
+        session=session,
+        skip_locked=True,
+        key_share=False,
     )
 
 
-def _delete(ids: list[int], *, session: Session) -> None:
+def _delete(ids: Collection[int], *, session: Session) -> None:
     if ids:
         session.execute(
-            delete(Wake).where(Wake.id.in_(ids)), execution_options={"synchronize_session": False}
+            delete(Wake).where(in_ids(Wake.id, ids)), execution_options={"synchronize_session": False}
         )
 
 
-def _next_dag(after: ColumnElement[str]) -> ScalarSelect[str]:
-    behind = aliased(Wake)
+def _first(
+    column: ColumnElement[T],
+    *,
+    behind: ColumnElement[str] | None = None,
+    at: ColumnElement[str] | None = None,
+) -> ScalarSelect[T]:
+    """
+    Return a column of the first request, in the index's order, of the next Dag *behind* one, or *at* one that has some.
+
+    The order is spelled out, so that no plan can go along the primary key.
+    """
+    wake = Wake.__table__.alias()
+    start = wake.c.target_dag_id > behind if behind is not None else wake.c.target_dag_id >= at
     return (
-        select(behind.target_dag_id)
-        .where(behind.target_dag_id > after)
-        .order_by(behind.target_dag_id)
+        select(wake.c[column.key])
+        .where(start)
+        .order_by(wake.c.target_dag_id, wake.c.id)
         .limit(1)
         .scalar_subquery()
     )

@@ -62,7 +62,7 @@ class Waiting:
         self._session = session
         self._budget = budget
         self._turn = turn
-        self._looked_at: dict[str, bool] = {}
+        self._looked_at: dict[str, queue.WaitingDag] = {}
         self._served: set[str] = set()
         self._untried: dict[str, dict[int, None]] = {}
         self._tried: set[int] = set()
@@ -113,9 +113,9 @@ class Waiting:
         after, from_the_start = self._turn, False
         for _ in range(LOOKS):
             page = queue.dags_waiting(after, self._budget, session=self._session)
-            new = {dag.dag_id: dag.can_run for dag in page if dag.dag_id not in self._looked_at}
+            new = {dag.dag_id: dag for dag in page if dag.dag_id not in self._looked_at}
             self._looked_at.update(new)
-            if sum(self._looked_at.values()) >= self._budget:
+            if sum(dag.can_run for dag in self._looked_at.values()) >= self._budget:
                 break
             if len(page) == self._budget and len(new) == len(page):
                 after = page[-1].dag_id
@@ -126,13 +126,17 @@ class Waiting:
 
     def _look_deeper(self) -> bool:
         """Read the oldest requests of those Dags, the next time more of each. Whether there was something new."""
-        dag_ids = [dag_id for dag_id, can_run in self._looked_at.items() if can_run]
-        while not self._read_whole and dag_ids and self._looks < LOOKS:
+        dags = [dag for dag in self._looked_at.values() if dag.can_run]
+        while not self._read_whole and dags and self._looks < LOOKS:
             self._looks += 1
-            self._per_dag = self._per_dag * DEEPER or ceil(self._budget / len(dag_ids))
+            self._per_dag = self._per_dag * DEEPER or ceil(self._budget / len(dags))
+            dag_ids = [dag.dag_id for dag in dags]
             # Keep the turn: the first Dag looked at comes first.
             self._untried = {dag_id: self._untried.get(dag_id, {}) for dag_id in dag_ids}
-            requests = queue.oldest_of_dags(dag_ids, self._per_dag, session=self._session)
+            if self._per_dag == 1:
+                requests = queue.by_id([dag.oldest_id for dag in dags], session=self._session)
+            else:
+                requests = queue.oldest_of_dags(dag_ids, self._per_dag, session=self._session)
             if self._add(requests):
                 return True
         return False
