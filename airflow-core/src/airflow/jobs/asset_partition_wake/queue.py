@@ -58,14 +58,14 @@ class WaitingDag(NamedTuple):
     can_run: bool
 
 
-def oldest(limit: int, *, session: Session) -> list[tuple[Request, bool]]:
+def oldest(limit: int, *, after: int = 0, session: Session) -> list[tuple[Request, bool]]:
     """
-    Return the oldest requests, each with whether its Dag can run. All there is to do on an idle scheduler.
+    Return the oldest requests behind *after*, each with whether its Dag can run. All that an idle scheduler does.
 
     The Dag is looked up by its primary key for each row read, so that an empty queue costs nothing, however many Dags
     there are.
     """
-    rows = session.execute(_oldest(), {"most": limit})
+    rows = session.execute(_oldest(), {"most": limit, "after": after})
     return [(Request(*row[:4]), row[4] == 1) for row in rows]
 
 
@@ -75,9 +75,22 @@ def _oldest() -> Select:
     wake = Wake.__table__.c
     return (
         select(wake.id, wake.apdr_id, wake.target_dag_id, wake.created_at, dag_state(wake.target_dag_id))
+        .where(wake.id > bindparam("after"))
         .order_by(wake.id)
         .limit(bindparam("most", type_=Integer))
     )
+
+
+def draw_id(*, session: Session) -> int:
+    """
+    Draw an id as a writer does, and leave nothing behind.
+
+    A request that appears with a smaller id from now on is one whose transaction is open at this moment.
+    """
+    values = {"target_dag_id": "", "reason": ""}
+    (drawn,) = session.execute(insert(Wake.__table__).values(values)).inserted_primary_key
+    _delete([drawn], session=session)
+    return drawn
 
 
 def dags_waiting(after: str, limit: int, *, session: Session) -> list[WaitingDag]:

@@ -40,7 +40,7 @@ from airflow.configuration import conf
 from airflow.exceptions import AirflowConfigException, AirflowException
 from airflow.jobs.asset_partition_wake import claim, queue, sources
 from airflow.jobs.asset_partition_wake.agenda import Agenda, ResyncPass, Shares
-from airflow.jobs.asset_partition_wake.waiting import Waiting
+from airflow.jobs.asset_partition_wake.waiting import Horizon, Waiting
 from airflow.models.asset_partition_wake import AssetPartitionDagRunWake
 from airflow.utils.session import create_session
 
@@ -84,6 +84,7 @@ class WakeStep:
 
     def __init__(self) -> None:
         self._agenda = Agenda(resync_interval())
+        self._horizon = Horizon()
         self._table_checked = False
 
     def claim(self, budget: int, *, session: Session) -> list[AssetPartitionDagRun]:
@@ -99,7 +100,11 @@ class WakeStep:
         """
         self._check_table(session)
         now = time.monotonic()
-        waiting = Waiting(budget, self._agenda.turn, session=session)
+        after = self._horizon.after(now)
+        waiting = Waiting(budget, self._agenda.turn, after=after, session=session)
+        if waiting.is_nothing and not after:
+            read_at = time.monotonic()
+            self._horizon.found_nothing(read_at, read_at - now, session=session)
         if waiting.is_nothing and self._agenda.is_idle(now):
             _on_commit(session, _send_no_lag)
             return []

@@ -43,16 +43,51 @@ DEEPER = 4
 """How many times as many requests of a Dag the next look reads: enough to get past 24 hourly keys of one day."""
 
 
+SLOW = 0.05
+"""Seconds from which on a read that finds nothing must have come past the remains of deleted requests."""
+
+MOST_DELAY = 30.0
+"""Seconds after which a whole read comes in any case."""
+
+
+class Horizon:
+    """
+    From which id on a loop reads: from the first, as long as that is quick.
+
+    While some old snapshot is open (a dump, a long query), databases keep deleted requests and every read comes past them:
+    a million of them cost 100 ms and more. Then most loops read only what was written since the last whole read that found
+    nothing. A smaller id may still be committed, so whole reads go on, for about a twentieth of the time.
+    """
+
+    def __init__(self) -> None:
+        self._drawn = 0
+        self._whole_read_at = float("-inf")
+        self._slow_before = False
+
+    def after(self, now: float) -> int:
+        """Return the id behind which to read at *now*, in seconds; 0 for a whole read."""
+        return 0 if now >= self._whole_read_at else self._drawn
+
+    def found_nothing(self, now: float, seconds: float, *, session: Session) -> None:
+        """Take note of a whole read that found nothing, when it ended and how long it took."""
+        slow = seconds > SLOW
+        if slow and self._slow_before:  # The first time, the machine may just have been busy.
+            self._drawn = queue.draw_id(session=session)
+            self._whole_read_at = now + min(20 * seconds, MOST_DELAY)
+        self._slow_before = slow
+
+
 class Waiting:
     """
     The requests that a loop has read, and the runs to try for them.
 
     :param budget: how many runs the loop may evaluate
     :param turn: the Dag behind which a long queue is read on
+    :param after: the id behind which to read
     :param session: the loop's session
     """
 
-    def __init__(self, budget: int, turn: str, *, session: Session) -> None:
+    def __init__(self, budget: int, turn: str, *, after: int = 0, session: Session) -> None:
         self.of_run: dict[int, set[int]] = {}
         """The requests that name a run, by its id."""
         self.of_dag: dict[str, set[int]] = {}
@@ -69,7 +104,7 @@ class Waiting:
         self._per_dag = 0
         self._looks = 0
 
-        rows = queue.oldest(budget + 1, session=session)
+        rows = queue.oldest(budget + 1, after=after, session=session)
         self._read_whole = len(rows) <= budget
         self.since = min((request.created_at for request, can_run in rows if can_run), default=None)
         if self._read_whole:
