@@ -27,7 +27,6 @@ are never updated.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import zlib
 from datetime import datetime
@@ -63,12 +62,12 @@ from airflow.models.asset import (
     alias_association_table,
 )
 from airflow.models.base import Base, StringID
-from airflow.utils.sqlalchemy import UtcDateTime
+from airflow.utils.sqlalchemy import UtcDateTime, with_row_locks
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Collection, Iterable
 
-    from sqlalchemy import ColumnElement, Select
+    from sqlalchemy import ColumnElement, Insert, Select
     from sqlalchemy.sql.selectable import CompoundSelect
 
     from airflow.models.dag_version import DagVersion
@@ -249,33 +248,41 @@ def request_for_activated_assets(assets: Collection[AssetModel], *, session: Ses
     )
 
 
-@contextlib.contextmanager
-def requesting_for_activated(assets: Iterable[AssetModel], *, session: Session) -> Iterator[None]:
+def activate_and_request(
+    insert_active: Insert, values: list[dict[str, str]], assets: Iterable[AssetModel], *, session: Session
+) -> None:
     """
-    Activate assets inside the block; those that it really made active are asked for at its end (spec 4.3).
+    Activate assets, and ask for those that this really made active (spec 4.3).
 
-    Where all of them were active before, this costs one small query and writes nothing.
+    Where all of them were active before, this writes nothing and costs one small query at the most.
 
-    :param assets: what the block tries to activate
-    :param session: the session that activates them
+    :param insert_active: inserts a row of :class:`AssetActive`, unless it is there already or conflicts with another
+    :param values: what it inserts, a name and a URI a row
+    :param assets: the assets of these names and URIs
+    :param session: the session of the activation
     """
-    assets = list(assets)
-    active_before = _active(assets, session=session)
-    yield
-    candidates = [asset for asset in assets if (asset.name, asset.uri) not in active_before]
-    if candidates:
-        active_now = _active(candidates, session=session)
-        request_for_activated_assets(
-            [asset for asset in candidates if (asset.name, asset.uri) in active_now], session=session
+    if session.get_bind().dialect.insert_executemany_returning:
+        activated = set(
+            session.execute(insert_active.returning(AssetActive.name, AssetActive.uri), values).tuples()
         )
+    else:
+        # MySQL does not tell what it inserted. A row that a peer is about to delete does not count as active: the insert
+        # waits for the peer, and then makes it active again. The others stay as they are, for we have locked them.
+        before = _active(values, session=session, locked=True)
+        session.execute(insert_active, values)
+        candidates = [value for value in values if (value["name"], value["uri"]) not in before]
+        activated = _active(candidates, session=session) if candidates else set()
+    request_for_activated_assets(
+        [asset for asset in assets if (asset.name, asset.uri) in activated], session=session
+    )
 
 
-def _active(assets: Collection[AssetModel], *, session: Session) -> set[tuple[str, str]]:
-    return {
-        (name, uri)
-        for name, uri in session.execute(
-            select(AssetActive.name, AssetActive.uri).where(
-                tuple_(AssetActive.name, AssetActive.uri).in_((asset.name, asset.uri) for asset in assets)
-            )
-        )
-    }
+def _active(
+    values: Iterable[dict[str, str]], *, session: Session, locked: bool = False
+) -> set[tuple[str, str]]:
+    active = select(AssetActive.name, AssetActive.uri).where(
+        tuple_(AssetActive.name, AssetActive.uri).in_((value["name"], value["uri"]) for value in values)
+    )
+    if locked:
+        active = with_row_locks(active, session=session, skip_locked=True, key_share=False, read=True)
+    return set(session.execute(active).tuples())

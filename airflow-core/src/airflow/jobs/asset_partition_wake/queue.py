@@ -211,7 +211,8 @@ def tidy(*, session: Session) -> tuple[int, int]:
     dropped = merged = 0
     for dag in _all_dags_waiting(session=session):
         if not dag.known:
-            while ids := _batch(dag.dag_id, session=session):
+            # Asked again once the requests are locked: one that came with the return of its Dag stays.
+            while (ids := _batch(dag.dag_id, session=session)) and not _is_known(dag.dag_id, session=session):
                 _delete(ids, session=session)
                 session.commit()
                 dropped += len(ids)
@@ -229,6 +230,10 @@ def _all_dags_waiting(*, session: Session) -> Iterator[WaitingDag]:
     while page := dags_waiting(after, BATCH, session=session):
         yield from page
         after = page[-1].dag_id
+
+
+def _is_known(dag_id: str, *, session: Session) -> bool:
+    return session.scalar(select(DagModel.dag_id).where(DagModel.dag_id == dag_id)) is not None
 
 
 def _batch(dag_id: str, *, session: Session) -> list[int]:
