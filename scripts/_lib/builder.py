@@ -40,7 +40,14 @@ class Patch:
 
     def diff(self) -> str:
         """The change as a unified diff, against the paths of Airflow's repo."""
-        return "".join(map(_diff, self.changes))
+        return "".join(
+            unified(
+                f"airflow-core/src/{change.name}",
+                None if change.before is None else change.before.decode(),
+                change.after.decode(),
+            )
+            for change in self.changes
+        )
 
     def summary(self) -> str:
         new = sum(change.before is None for change in self.changes)
@@ -58,7 +65,7 @@ class Builder:
         """Work out every change, and check all that can be checked; writes nothing but the cache."""
         if version not in SUPPORTED:
             raise BuildError(f"Airflow {version} is not supported; supported are {', '.join(SUPPORTED)}")
-        edits = self._edits()
+        edits = self.edits()
         try:
             released = wheel.Wheel(wheel.fetch(PACKAGE, version, self.cache))
             changes = [*self._new_files(released), *_edited_files(released, edits, version)]
@@ -66,7 +73,8 @@ class Builder:
             raise BuildError(f"Airflow {version}: {error}") from None
         return Patch(released, sorted(changes, key=lambda change: change.name))
 
-    def _edits(self) -> list[Edit]:
+    def edits(self) -> list[Edit]:
+        """Every edit of the repo."""
         sources = [self.core / "edits.toml", *sorted(self.core.glob("edits/*.toml"))]
         edits = load([source for source in sources if source.exists()])
         for edit in edits:
@@ -86,7 +94,7 @@ class Builder:
             content = path.read_bytes()
             if b"\0" in content:
                 raise BuildError(f"{name}: expected text, which a diff can show, found binary content")
-            _compile(name, content)
+            check_python(name, content)
             yield Change(name, None, content)
 
 
@@ -104,12 +112,13 @@ def _edited_files(released: wheel.Wheel, edits: list[Edit], version: str) -> Ite
             before = released.read(name)
         except BuildError as error:
             raise BuildError(f'edit "{group[0].name}": {error}') from None
-        after = _edited(name, before.decode(), group).encode()
-        _compile(name, after)
+        after = edited(name, before.decode(), group).encode()
+        check_python(name, after)
         yield Change(name, before, after)
 
 
-def _edited(name: str, source: str, edits: list[Edit]) -> str:
+def edited(name: str, source: str, edits: list[Edit]) -> str:
+    """Apply edits to the text of their file."""
     if edits[0].is_yaml:
         return edit_yaml.edited(source, edits, name)
     file = edit_python.PythonFile(source, name)
@@ -121,7 +130,8 @@ def _edited(name: str, source: str, edits: list[Edit]) -> str:
         raise BuildError(f"{name}: {error}") from None
 
 
-def _compile(name: str, content: bytes) -> None:
+def check_python(name: str, content: bytes) -> None:
+    """Raise where a file should be Python and is not."""
     if not name.endswith(".py"):
         return
     try:
@@ -131,16 +141,15 @@ def _compile(name: str, content: bytes) -> None:
         raise BuildError(f"{name}: not Python with our change: {found}") from None
 
 
-def _diff(change: Change) -> str:
-    path = f"airflow-core/src/{change.name}"
-    old, new = (change.before or b"").decode(), change.after.decode()
+def unified(path: str, old: str | None, new: str) -> str:
+    """A file's change as git writes it; it is new where there is no old text."""
     header = f"diff --git a/{path} b/{path}\n"
-    if change.before is None:
+    if old is None:
         header += "new file mode 100644\n"
     lines = difflib.unified_diff(
-        old.splitlines(keepends=True),
+        (old or "").splitlines(keepends=True),
         new.splitlines(keepends=True),
-        "/dev/null" if change.before is None else f"a/{path}",
+        "/dev/null" if old is None else f"a/{path}",
         f"b/{path}",
     )
     unended = "\n\\ No newline at end of file\n"

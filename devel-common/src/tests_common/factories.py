@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from sqlalchemy import func, insert, select, update
+from sqlalchemy import delete, func, insert, select, update
 
 from airflow._shared.timezones import timezone
 from airflow.assets.manager import AssetManager
@@ -31,6 +31,7 @@ from airflow.serialization.serialized_objects import LazyDeserializedDAG
 from airflow.timetables.base import compute_rollup_fingerprint
 from airflow.utils.state import DagRunState, TaskInstanceState
 from airflow.utils.types import DagRunTriggeredByType, DagRunType
+
 from tests_common.db import new_session
 
 if TYPE_CHECKING:
@@ -341,3 +342,11 @@ def running_task(dag_id: str, run_id: str = "run") -> UUID:
         ti.state = TaskInstanceState.RUNNING
         ti.start_date = now
         return ti.id
+
+
+def forget_requests() -> None:
+    """Delete all requests, those too that writing a Dag made."""
+    from airflow.models.asset_partition_wake import AssetPartitionDagRunWake as Wake
+
+    with new_session() as session:
+        session.execute(delete(Wake), execution_options={"synchronize_session": False})

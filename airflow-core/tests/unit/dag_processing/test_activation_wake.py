@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import pytest
@@ -277,26 +278,30 @@ def test_run_that_waited_for_its_asset_fires(activate):
 # -- what it costs ------------------------------------------------------------------------------------------------------
 
 
+# MySQL does not return what an INSERT inserted; the others do, and need no query.
+QUERIES = 1 if os.environ.get("WAKE_BACKEND") == "mysql" else 0
+
+
 def test_repeated_sync_costs_one_query():
-    """The sync of a file that did not change reads which assets are active, once, and writes no request."""
+    """The sync of a file that did not change asks at most once which assets are active, and writes no request."""
     dag = consumer("consumer", PLAIN & UNRELATED & Asset.ref(name="another"))
     with new_session() as session, recorded_statements() as statements:
         write(dag, session=session)
 
     sent = [s for s in statements if "asset_active" in s and s.startswith("SELECT asset_active.name")]
-    assert 1 == len(sent)
+    assert QUERIES == len(sent)
     assert [] == [s for s in statements if "asset_partition_dag_run_wake" in s]
 
 
 def test_activation_sends_its_insert_and_one_query(session):
-    """Beside Airflow's own INSERT, assets that are active cost one SELECT."""
+    """Beside Airflow's own INSERT, assets that are active cost one SELECT at most."""
     produce(PLAIN, UNRELATED)
     with recorded_statements() as statements:
         AssetModelOperation.collect({}).activate_assets_if_possible(
             session.scalars(select(AssetModel)).all(), session=session
         )
 
-    assert ["SELECT", "SELECT", "INSERT"] == [statement.split()[0] for statement in statements]
+    assert ["SELECT"] * (1 + QUERIES) + ["INSERT"] == [statement.split()[0] for statement in statements]
 
 
 def test_nothing_to_activate_sends_nothing(session):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from sqlalchemy import delete, func, select
 
+from airflow._shared.timezones import timezone
 from airflow.models import serialized_dag
 from airflow.models.asset_partition_wake import AssetPartitionDagRunWake
 from airflow.models.dag_version import DagVersion
@@ -20,7 +21,15 @@ from airflow.serialization.definitions.dag import SerializedDAG
 from airflow.serialization.serialized_objects import LazyDeserializedDAG
 
 from tests_common.db import new_session, recorded_statements
-from tests_common.factories import BUNDLE, day_rollup, insert_pending, make_dag, requests, running_task
+from tests_common.factories import (
+    BUNDLE,
+    consumer,
+    day_rollup,
+    insert_pending,
+    make_dag,
+    requests,
+    running_task,
+)
 
 pytestmark = pytest.mark.usefixtures("db")
 
@@ -100,6 +109,23 @@ def test_changed_timetable_asks(before, after, path):
 
     assert ONE == store(after())
     assert (1 if path == "in place" else 2) == versions()
+
+
+def test_request_says_when_it_was_made(session):
+    """A request for a whole Dag is as old as the change."""
+    before = timezone.utcnow()
+    store(partitioned())
+
+    (made,) = session.scalars(select(AssetPartitionDagRunWake.created_at))
+    assert timedelta(0) <= made - before < timedelta(minutes=1)
+
+
+def test_other_dags_are_not_asked_for(path):
+    """Only the Dag whose timetable changed is asked for."""
+    consumer("another", A)
+    store_first(partitioned(A & B), path)
+
+    assert ONE == store(partitioned(A | B))
 
 
 def test_change_back_asks_again(path):

@@ -38,7 +38,9 @@ def main() -> None:
     emit(PLAIN, "a")
     for _ in range(options.steps):
         scheduler.step()
-    print(json.dumps({"fired": fired("plain"), "pending": pending("plain"), "waiting": len(pending("rollup"))}))
+    print(
+        json.dumps({"fired": fired("plain"), "pending": pending("plain"), "waiting": len(pending("rollup"))})
+    )
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from airflow.jobs.asset_partition_wake.agenda import MAX_FAN_OUTS, Agenda, Shares, in_turn
 
@@ -40,6 +40,7 @@ def test_shares(budget, fan_outs, resync, shares):
     assert shares == agenda(fan_outs, resync).shares(budget)
 
 
+@settings(deadline=None)
 @given(st.integers(2, 1000), st.booleans(), st.booleans())
 def test_shares_are_the_whole_budget(budget, fan_outs, resync):
     """The shares add up to the budget: none of it is lost, and none given out twice."""
@@ -154,11 +155,14 @@ def test_dags_in_turn():
     assert [("b", 4), ("a", 1), ("c", 7), ("b", 5), ("c", 8), ("b", 6)] == list(in_turn(waiting))
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.text(max_size=3), st.lists(st.integers(), max_size=8, unique=True)))
 def test_in_turn_leaves_nothing_out(waiting):
     """Each run comes once, each Dag's in its own order, and none a round later than it could."""
     served = list(in_turn(waiting))
     for dag_id, runs in waiting.items():
         assert runs == [run for served_id, run in served if served_id == dag_id]
-    rounds = [sum(1 for earlier, _ in served[:n] if earlier == dag_id) for n, (dag_id, _) in enumerate(served)]
+    rounds = [
+        sum(1 for earlier, _ in served[:n] if earlier == dag_id) for n, (dag_id, _) in enumerate(served)
+    ]
     assert sorted(rounds) == rounds

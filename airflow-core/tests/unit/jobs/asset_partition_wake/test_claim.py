@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
-from sqlalchemy import delete, update
+from sqlalchemy import Boolean, Column, MetaData, Table, delete, update
 
 from airflow.jobs.asset_partition_wake import claim
 from airflow.models.asset import AssetPartitionDagRun
-from airflow.models.dag import DagModel
+from airflow.models.base import StringID
 
 from tests_common.db import new_session, recorded_statements
 from tests_common.factories import change_dag, insert_dags, insert_runs
@@ -71,7 +73,9 @@ def test_lock_leaves_dags_that_cannot_run(state, session):
     insert_dags("rests", **state)
     (run,), (rests,) = insert_runs("runs"), insert_runs("rests")
     assert [run] == [apdr.id for apdr in claim.lock([run, rests], session=session)]
-    assert {run: ("runs", True), rests: ("rests", False)} == claim.still_pending([run, rests], session=session)
+    assert {run: ("runs", True), rests: ("rests", False)} == claim.still_pending(
+        [run, rests], session=session
+    )
 
 
 def test_lock_leaves_dags_that_are_gone(session):
@@ -81,24 +85,25 @@ def test_lock_leaves_dags_that_are_gone(session):
     assert {run: ("gone", False)} == claim.still_pending([run], session=session)
 
 
-@pytest.fixture
-def draining():
-    """Give Dags ``is_draining`` where the base has none; a column that is not used otherwise stands in for it."""
-    if hasattr(DagModel, "is_draining"):
-        yield "is_draining"
-        return
-    # Not by the class's own setter: that would map it for good.
-    type.__setattr__(DagModel, "is_draining", DagModel.fail_fast)
-    yield "fail_fast"
-    type.__delattr__(DagModel, "is_draining")
-
-
-def test_draining_dags_cannot_run(session, draining):
+def test_draining_dags_cannot_run(session, monkeypatch):
     """Where the base has ``is_draining``, the runs of draining Dags are left alone too."""
-    insert_dags("runs", **{draining: False})
-    insert_dags("drains", **{draining: True})
+    # This base has none: a column that is not used otherwise stands in for it.
+    table = Table(
+        "dag",
+        MetaData(),
+        Column("dag_id", StringID()),
+        Column("is_paused", Boolean()),
+        Column("is_stale", Boolean()),
+        Column("fail_fast", Boolean(), key="is_draining"),
+    )
+    monkeypatch.setattr(claim, "DagModel", SimpleNamespace(__table__=table, dag_id=table.c.dag_id))
+    insert_dags("runs", fail_fast=False)
+    insert_dags("drains", fail_fast=True)
     (run,), (drains,) = insert_runs("runs"), insert_runs("drains")
     assert [run] == [apdr.id for apdr in claim.lock([run, drains], session=session)]
+    assert {run: ("runs", True), drains: ("drains", False)} == claim.still_pending(
+        [run, drains], session=session
+    )
 
 
 def test_lock_loads_runs_again(session):

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
-from sqlalchemy import delete, select
+from sqlalchemy import delete, select, text
 
 from airflow.api.common.delete_dag import delete_dag
 from airflow.dag_processing.collection import AssetModelOperation
 from airflow.jobs.asset_partition_wake import queue
+from airflow.models import asset_partition_wake
 from airflow.models.asset import AssetActive, AssetModel
+from airflow.models.asset_partition_wake import AssetPartitionDagRunWake
 from airflow.sdk import Asset
+from airflow.utils.sqlalchemy import get_dialect_name
 
 from tests_common.db import new_session
-from tests_common.factories import Scheduler, consumer, emit, fired, insert_pending
+from tests_common.factories import Scheduler, ask, consumer, emit, fired, insert_pending, requests
 
 pytestmark = pytest.mark.usefixtures("db")
 
@@ -87,3 +91,51 @@ def test_dag_that_comes_back_while_its_old_requests_are_dropped(no_passes, monke
 
     Scheduler().settle()
     assert ["a", "b"] == sorted(fired("plain"))
+
+
+@pytest.mark.backend("postgresql", "mysql")
+def test_settling_waits_for_no_peer_that_settles():
+    """Two schedulers settle their own requests at once. MySQL scans a short table, so that each waits for the other's rows."""
+    ask("dag", range(40))
+    with new_session() as session:
+        ids = list(session.scalars(select(AssetPartitionDagRunWake.id)))
+    with new_session() as one, new_session() as other:
+        for session in (one, other):
+            postgresql = get_dialect_name(session) == "postgresql"
+            timeout = "lock_timeout = '2s'" if postgresql else "SESSION innodb_lock_wait_timeout = 2"
+            session.execute(text(f"SET {timeout}"))
+        queue.settle(ids[::2], session=one)
+        queue.settle(ids[1::2], session=other)
+    assert [] == requests()
+
+
+@pytest.mark.backend("mysql")
+def test_activation_does_not_deadlock_with_a_deactivation(monkeypatch):
+    """
+    An activation locks what is active as its insert does: a shared lock, raised later, deadlocks with who waits between.
+
+    The scheduler's look for orphaned assets is such a one, and Airflow lets a deadlock there end the scheduler.
+    """
+    consumer("plain", PLAIN)
+    look = asset_partition_wake._active
+
+    def deactivate() -> None:
+        with new_session() as session:
+            session.execute(delete(AssetActive))
+
+    with ThreadPoolExecutor(1) as pool:
+        deactivations = []
+
+        def look_and_let_a_peer_wait(*args, **kwargs):
+            found = look(*args, **kwargs)
+            if not deactivations:
+                deactivations.append(pool.submit(deactivate))
+                time.sleep(0.5)
+            return found
+
+        monkeypatch.setattr(asset_partition_wake, "_active", look_and_let_a_peer_wait)
+        with new_session() as session:
+            models = session.scalars(select(AssetModel)).all()
+            AssetModelOperation.collect({}).activate_assets_if_possible(models, session=session)
+            assert not deactivations[0].done()
+        deactivations[0].result(30)

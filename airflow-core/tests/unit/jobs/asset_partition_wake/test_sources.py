@@ -143,7 +143,9 @@ def test_more_requests_for_dags_than_fan_outs(monkeypatch):
         loops.append(claim(step, 6))
         assert len(step._agenda.fan_outs) <= 3
         assert len(loops) < 20
-    assert sorted(run for dag in runs.values() for run in dag) == sorted(run for loop in loops for run in loop)
+    assert sorted(run for dag in runs.values() for run in dag) == sorted(
+        run for loop in loops for run in loop
+    )
     assert [] == asked()
 
 
@@ -173,12 +175,27 @@ def test_held_runs_come_again_first(session):
 # Passes
 
 
+def test_pass_leaves_resting_dags_out(session):
+    """The runs of a resting Dag are not even tried, and its end is skipped to."""
+    insert_dags("a", is_paused=True)
+    insert_dags("b")
+    insert_runs("a", 9)
+    runs = insert_runs("b", 2)
+    resync = ResyncPass("startup", 0, upto=runs[-1])
+    assert runs == sources.next_of_pass(resync, 4, session=session)
+    assert resync.exhausted
+
+
 def test_startup_pass_reads_every_run_once():
     """The first step starts a pass over all pending runs, also where there are more than a loop evaluates."""
     insert_dags("a", "b", "c", "d")
     insert_dags("b2", is_paused=True)
     insert_dags("b3", is_stale=True)
-    runs = [run for dag_id, count in [("c", 7), ("a", 1), ("d", 3), ("b", 12)] for run in insert_runs(dag_id, count)]
+    runs = [
+        run
+        for dag_id, count in [("c", 7), ("a", 1), ("d", 3), ("b", 12)]
+        for run in insert_runs(dag_id, count)
+    ]
     insert_runs("b2", 9)
     insert_runs("b3", 9)
     insert_runs("gone", 2)

@@ -10,9 +10,9 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from _lib import environment
 from sqlalchemy import func, select, update
 
+from _lib import environment
 from airflow._shared.timezones import timezone
 from airflow.exceptions import AirflowConfigException, AirflowException
 from airflow.jobs.asset_partition_wake.step import WakeStep
@@ -34,6 +34,7 @@ from tests_common.factories import (
     days,
     emit,
     fired,
+    forget_requests,
     hours,
     insert_dags,
     insert_pending,
@@ -91,18 +92,17 @@ def test_rollup_waits_for_its_window():
     assert ["2024-03-01"] == fired("rollup")
 
 
-def run_starved(python: str, home: Path) -> dict:
-    """Run the same case in a process of its own, with the Airflow of that Python and an empty database."""
+def start_starved(python: str, home: Path) -> subprocess.Popen[str]:
+    """Start the same case in a process of its own, with the Airflow of that Python and an empty database."""
+    home.mkdir()
     env = {key: value for key, value in os.environ.items() if not key.startswith(("AIRFLOW", "WAKE_"))} | {
         "AIRFLOW_HOME": str(home),
         "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
         "AIRFLOW__CORE__UNIT_TEST_MODE": "True",
         "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": f"sqlite:///{home}/starved.db",
     }
-    script = Path(__file__).with_name("starved.py")
-    done = subprocess.run([python, str(script), "3"], env=env, capture_output=True, text=True, check=False)
-    assert 0 == done.returncode, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    command = [python, str(Path(__file__).with_name("starved.py")), "3"]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.backend("sqlite")
@@ -114,17 +114,22 @@ def test_stock_starves_the_newest_complete_run(tmp_path):
         if os.environ.get("CI") == "true":
             raise
         pytest.skip(f"no stock Airflow: {problem}")
+    started = {
+        name: start_starved(python, tmp_path / name)
+        for name, python in (("stock", str(stock)), ("ours", sys.executable))
+    }
     outcomes = {}
-    for name, python in (("stock", str(stock)), ("ours", sys.executable)):
-        (tmp_path / name).mkdir()
-        outcomes[name] = run_starved(python, tmp_path / name)
+    for name, process in started.items():
+        out, err = process.communicate()
+        assert 0 == process.returncode, out + err
+        outcomes[name] = json.loads(out.splitlines()[-1])
     assert {
         "stock": {"fired": [], "pending": ["a"], "waiting": 600},
         "ours": {"fired": ["a"], "pending": [], "waiting": 600},
     } == outcomes
 
 
-def test_idle_step_is_one_statement():
+def test_idle_step_is_one_statement(clock):
     """Once the startup pass has ended, a step with nothing to do sends exactly one statement, whatever is pending."""
     consumer("rollup", HOURLY, day_rollup())
     consumer("resting", PLAIN, paused=True)
@@ -144,8 +149,7 @@ def test_budget_is_airflows():
     """A loop evaluates as many runs as Airflow's own limit says."""
     consumer("rollup", HOURLY, day_rollup())
     insert_pending("rollup", days(MAX_PARTITION_DAG_RUNS_PER_LOOP + 20))
-    with new_session() as session:
-        session.execute(AssetPartitionDagRunWake.__table__.delete())
+    forget_requests()
     scheduler = Scheduler()
     assert MAX_PARTITION_DAG_RUNS_PER_LOOP == len(scheduler.evaluate())
     assert 20 == len(scheduler.evaluate())
@@ -240,8 +244,7 @@ def test_dag_that_is_no_longer_partitioned(condition, reason):
         write(make_dag("dag", [condition]), session=session)
         change_dag("dag", is_paused=False, is_stale=False, session=session)
     if reason == "key log":
-        with new_session() as session:
-            session.execute(AssetPartitionDagRunWake.__table__.delete())
+        forget_requests()
         ask("dag", [run])
     assert set() == Scheduler().settle()
     assert [] == fired("dag")

@@ -9,6 +9,14 @@ from contextlib import contextmanager
 import pytest
 from sqlalchemy import event, func, select, text
 from sqlalchemy.orm import Session
+
+from airflow.jobs.asset_partition_wake import claim, queue
+from airflow.models.asset import AssetPartitionDagRun as APDR
+from airflow.models.asset_partition_wake import AssetPartitionDagRunWake as Wake, WakeReason, request_for_dags
+from airflow.models.dag import DagModel
+from airflow.models.dagrun import DagRun
+from airflow.sdk import Asset
+
 from tests_common.db import new_session
 from tests_common.factories import (
     Scheduler,
@@ -23,13 +31,6 @@ from tests_common.factories import (
     pending,
     requests,
 )
-
-from airflow.jobs.asset_partition_wake import claim, queue
-from airflow.models.asset import AssetPartitionDagRun as APDR
-from airflow.models.asset_partition_wake import AssetPartitionDagRunWake as Wake, WakeReason, request_for_dags
-from airflow.models.dag import DagModel
-from airflow.models.dagrun import DagRun
-from airflow.sdk import Asset
 
 pytestmark = [pytest.mark.backend("postgresql", "mysql"), pytest.mark.usefixtures("db")]
 
@@ -123,9 +124,8 @@ def test_run_that_a_peer_fires_before_our_lock():
     first.settle()
     second.settle()
     emit(PLAIN, "a")
-    with impatient_session() as session:
-        with before_statement(session, LOCK_RUNS, lambda: second.step()):
-            step(first, session)
+    with impatient_session() as session, before_statement(session, LOCK_RUNS, lambda: second.step()):
+        step(first, session)
     assert ["a"] == dag_run_keys("a")
     assert [] == requests()
 

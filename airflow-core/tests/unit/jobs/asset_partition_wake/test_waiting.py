@@ -90,6 +90,19 @@ def test_more_dags_than_the_budget():
     assert [] == asked()
 
 
+def test_turn_starts_with_who_got_nothing():
+    """Dags that were looked at, but for which a fan-out left no room, are the first of the next loop."""
+    runs = dags_with_runs([f"d{n:02}" for n in range(25)], 3)
+    dags_with_runs(["a"], 100)
+    ask("a")
+    step = WakeStep()
+    claim(step, 10)
+    for dag_id in runs:
+        ask(dag_id, runs[dag_id])
+    claimed = [run for _ in range(3) for run in claim(step, 10)]
+    assert {runs[dag_id][0] for dag_id in runs} <= set(claimed)
+
+
 def test_turn_goes_round_while_requests_keep_coming():
     """Dags whose requests never end cannot keep the turn from the Dags behind them."""
     runs = dags_with_runs([f"d{n:02}" for n in range(12)], 40)
@@ -141,7 +154,7 @@ def test_requests_for_whole_dags_do_not_hold_up_the_turn(monkeypatch):
     assert run in [run for _ in range(2) for run in claim(step, 5)]
 
 
-def test_request_of_an_unpaused_dag_is_answered():
+def test_request_of_an_unpaused_dag_is_answered(clock):
     """Requests of a paused Dag wait, cost a loop one statement, and are answered once it is unpaused."""
     (run,) = dags_with_runs(["dag"], is_paused=True)["dag"]
     ask("dag", [run])

@@ -1,0 +1,76 @@
+"""Rules that no other test had noticed broken (`scripts/mutants`)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+
+from airflow.jobs.asset_partition_wake import step
+from airflow.jobs.asset_partition_wake.step import WakeStep
+from airflow.models.asset import AssetPartitionDagRun
+
+from tests_common.db import new_session
+from tests_common.factories import Scheduler, ask, insert_dags, insert_runs
+
+pytestmark = pytest.mark.usefixtures("db")
+
+
+def claim(wake: WakeStep, budget: int) -> list[int]:
+    """Claim and commit, without an evaluation."""
+    with new_session() as session:
+        return [run.id for run in wake.claim(budget, session=session)]
+
+
+def test_whoever_has_the_models_has_the_listener():
+    """A process that imports nothing but the models of assets has the listener, too (spec 4.1)."""
+    code = (
+        "import sys, airflow.models.asset; sys.exit('airflow.models.asset_partition_wake' not in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+    assert 0 == done.returncode, done.stderr
+
+
+@pytest.mark.usefixtures("no_passes")
+def test_refilled_loop_keeps_the_budget():
+    """A loop that asks again, because a run was gone, asks for as many as it lacks (spec 5)."""
+    insert_dags("dag")
+    runs = insert_runs("dag", 8)
+    ask("dag", [runs[-1] + 1, *runs])
+    wake = WakeStep()
+
+    assert [runs[:4], runs[4:]] == [claim(wake, 4), claim(wake, 4)]
+
+
+@pytest.mark.backend("postgresql", "mysql")
+def test_pass_comes_back_to_a_run_that_a_peer_had_locked():
+    """A pass leaves a locked run to a later loop, and does not end before that (spec 5)."""
+    insert_dags("dag")
+    runs = insert_runs("dag", 3)
+    wake = WakeStep()
+    with new_session() as peer:
+        peer.scalars(
+            select(AssetPartitionDagRun).where(AssetPartitionDagRun.id == runs[1]).with_for_update()
+        ).all()
+        assert [runs[0], runs[2]] == claim(wake, 10)
+        assert wake._agenda.resync is not None
+
+    assert runs[1:2] == claim(wake, 10)
+    assert wake._agenda.resync is None
+
+
+def test_idle_loop_sends_nothing_before_its_commit(monkeypatch):
+    """Even that nothing waits is told only once the loop has committed (spec 8)."""
+    sent: list[Any] = []
+    scheduler = Scheduler()
+    scheduler.settle()
+    monkeypatch.setattr(step.stats, "gauge", lambda name, value, **kwargs: sent.append((name, value)))
+    with new_session() as session:
+        scheduler.runner._create_dagruns_for_partitioned_asset_dags(session)
+        assert [] == sent
+
+    assert [("scheduler.asset_partitions.wake_lag", 0)] == sent

@@ -1,0 +1,3 @@
+"""Measurements: what a scheduler loop and an event cost, stock and patched, in turn (scripts/bench)."""
+
+from __future__ import annotations
