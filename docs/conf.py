@@ -12,8 +12,8 @@ html_theme = "furo"
 html_title = "Wake requests"
 html_copy_source = False
 html_show_sphinx = False
-html_extra_path: list[str] = []
-templates_path: list[str] = []
+html_static_path = ["_static"]
+html_css_files = ["page.css"]
 
 # Diagrams are text in the pages, drawn at each build.
 graphviz_output_format = "svg"

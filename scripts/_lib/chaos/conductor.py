@@ -32,6 +32,8 @@ YOUNG = 2.0
 """Seconds that a process has at least before it is killed: it is to get something done."""
 WAKE_TABLE = "asset_partition_dag_run_wake"
 TABLE_FOLLOWS = ("FROM", "INTO", "UPDATE")
+LAST_WORDS = "Exception when executing SchedulerJob"
+"""What a scheduler logs before the error that ends it."""
 OWN_ERROR = re.compile(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception|Deadlock\w*|Interrupt|NotFound))\b:? ?(.*)$")
 
 
@@ -390,7 +392,7 @@ class Round:
         log = self._log(child)
         with open(log, errors="replace") as handle:
             handle.seek(child.log_from)
-            lines = handle.read().splitlines()[-400:]
+            lines = handle.read().rpartition(LAST_WORDS)[2].splitlines()
         raised = [match for line in lines if (match := OWN_ERROR.match(line.strip()))]
         last = raised[-1][0] if raised else (lines[-1] if lines else "nothing in its log")
         if raised and any(is_cut(match[0]) for match in raised):

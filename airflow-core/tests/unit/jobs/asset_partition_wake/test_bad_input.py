@@ -232,9 +232,9 @@ class Airflow:
     def __init__(self, home: Path) -> None:
         self.deployment = Deployment(Path(sys.executable), home)
         self.database = home / "airflow.db"
-        with closing(sqlite3.connect(str(settings.engine.url.database))) as source:
-            with closing(sqlite3.connect(self.database)) as copy:
-                source.backup(copy)
+        original = str(settings.engine.url.database)
+        with closing(sqlite3.connect(original)) as source, closing(sqlite3.connect(self.database)) as copy:
+            source.backup(copy)
 
     def change(self, sql: str) -> None:
         with closing(sqlite3.connect(self.database)) as connection:

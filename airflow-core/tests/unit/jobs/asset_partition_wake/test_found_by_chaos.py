@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -109,33 +109,26 @@ def test_settling_waits_for_no_peer_that_settles():
     assert [] == requests()
 
 
-@pytest.mark.backend("mysql")
-def test_activation_does_not_deadlock_with_a_deactivation(monkeypatch):
-    """
-    An activation locks what is active as its insert does: a shared lock, raised later, deadlocks with who waits between.
-
-    The scheduler's look for orphaned assets is such a one, and Airflow lets a deadlock there end the scheduler.
-    """
+@pytest.mark.backend("postgresql", "mysql")
+def test_two_activations_do_not_deadlock(monkeypatch):
+    """Two Dag processors that parse Dags of the same asset at once: one waits for the other, and none is a deadlock's victim."""
     consumer("plain", PLAIN)
     look = asset_partition_wake._active
+    both_have_looked = threading.Barrier(2)
 
-    def deactivate() -> None:
-        with new_session() as session:
-            session.execute(delete(AssetActive))
+    def look_as_the_other_does(*args, **kwargs):
+        found = look(*args, **kwargs)
+        # The second may have to wait for the first to commit before it can look.
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both_have_looked.wait(1)
+        return found
 
-    with ThreadPoolExecutor(1) as pool:
-        deactivations = []
-
-        def look_and_let_a_peer_wait(*args, **kwargs):
-            found = look(*args, **kwargs)
-            if not deactivations:
-                deactivations.append(pool.submit(deactivate))
-                time.sleep(0.5)
-            return found
-
-        monkeypatch.setattr(asset_partition_wake, "_active", look_and_let_a_peer_wait)
+    def parse() -> None:
         with new_session() as session:
             models = session.scalars(select(AssetModel)).all()
             AssetModelOperation.collect({}).activate_assets_if_possible(models, session=session)
-            assert not deactivations[0].done()
-        deactivations[0].result(30)
+
+    monkeypatch.setattr(asset_partition_wake, "_active", look_as_the_other_does)
+    with ThreadPoolExecutor(2) as pool:
+        parsings = [pool.submit(parse) for _ in range(2)]
+    assert [None, None] == [parsing.result() for parsing in parsings]

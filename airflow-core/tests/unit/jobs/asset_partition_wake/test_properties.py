@@ -220,9 +220,7 @@ class Steps(RuleBasedStateMachine):
     def asset_is_deactivated(self, which):
         with new_session() as session:
             for universe in self.both():
-                session.execute(
-                    delete(AssetActive).where(AssetActive.name == getattr(universe, which).name)
-                )
+                session.execute(delete(AssetActive).where(AssetActive.name == getattr(universe, which).name))
 
     @rule()
     def assets_are_activated(self):

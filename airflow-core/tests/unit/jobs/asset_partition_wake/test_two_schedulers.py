@@ -138,9 +138,9 @@ def test_request_written_during_the_step_survives(moment):
     scheduler.settle()
     keys = hours("2024-03-01")
     emit(HOURLY, *keys[:22])
-    with impatient_session() as session:
-        with before_statement(session, moment, lambda: emit(HOURLY, keys[22])):
-            step(scheduler, session)
+    late = keys[22]
+    with impatient_session() as session, before_statement(session, moment, lambda: emit(HOURLY, late)):
+        step(scheduler, session)
     assert 1 == len(requests("day"))
     emit(HOURLY, keys[23])
     scheduler.step()
