@@ -165,7 +165,11 @@ read_requests:
 		requests || fan_out;		/* an idle loop changes nothing */
 #endif
 		draft = fan_out; draft_after = after; draft_held = held;
-		read = requests;
+		if				/* all of them, or those from some id on: a smaller one may come later */
+		:: read = requests
+		:: read = requests & (1 + 4)
+		:: read = requests & (2 + 8)
+		fi;
 		if
 		:: !draft -> draft = read & DEFINITIONS
 #ifdef FAN_OUT_ANSWERS_LATER

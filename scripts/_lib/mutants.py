@@ -37,18 +37,22 @@ LIBRARIES = (
     *("pydantic", "pytest", "sqlalchemy.ext.asyncio", "sqlalchemy.orm", "structlog", "time_machine"),
 )
 """Imported once for all mutants."""
-AIRFLOW = (
-    *("airflow.models.serialized_dag", "airflow.dag_processing.collection", "airflow.assets.manager"),
-    *("airflow.executors.local_executor", "airflow.providers.standard.operators.empty", "airflow.sdk"),
-    *("airflow.jobs.job", "airflow.utils.db", "airflow.utils.db_cleanup"),
+BELOW_MODELS = (
+    *("airflow.settings", "airflow.models.base", "airflow.providers.standard.operators.empty", "airflow.sdk"),
+    *("airflow.sdk.execution_time.task_runner", "airflow.executors.workloads", "airflow.timetables.base"),
+    *("airflow.serialization.definitions.assets", "airflow.partition_mappers.base"),
 )
-"""Imported once for the mutants that nothing of it has imported."""
+"""Imported once for those in modules: it imports none of them."""
+BELOW_SCHEDULER = (
+    *("airflow.models.serialized_dag", "airflow.dag_processing.collection", "airflow.assets.manager"),
+    *("airflow.executors.local_executor", "airflow.jobs.job", "airflow.utils.db", "airflow.utils.db_cleanup"),
+)
+"""Imported once for those in the scheduler."""
 SCHEDULER = (
     "airflow/jobs/asset_partition_wake/",
     "airflow/jobs/scheduler_job_runner.py",
     "airflow/migrations/",
 )
-"""Where those are."""
 NOT_A_RULE = re.compile(r"\b(NameError|SyntaxError|ImportError|ModuleNotFoundError|IndentationError)\b")
 """What a mistake in the mutant fails with, rather than the rule that it breaks."""
 
@@ -257,9 +261,13 @@ class Pytest:
             *(*options, *nodes),
         ]
         file = mutated.file if mutated else ""
-        modules = (*LIBRARIES, *AIRFLOW) if file.startswith(SCHEDULER) else LIBRARIES
-        # What is no module is read by Airflow as a whole.
-        fresh = file.removesuffix(".py").replace("/", ".") if file.endswith(".py") else "airflow"
+        modules: tuple[str, ...] = LIBRARIES
+        fresh = "airflow"
+        if file.endswith(".py"):
+            fresh = file.removesuffix(".py").replace("/", ".")
+            modules = (*modules, *BELOW_MODELS)
+        if file.startswith(SCHEDULER):
+            modules = (*modules, *BELOW_SCHEDULER)
         request = {"arguments": arguments, "log": str(log), "timeout": RUN_TIMEOUT, "fresh": fresh}
         answer = self._ask(modules, request)
         if "problem" in answer:

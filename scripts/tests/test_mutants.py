@@ -157,6 +157,6 @@ def test_pytest_in_a_fork(tmp_path, monkeypatch):
         (tmp_path / "value.py").write_text("value = 2")
         outcomes, _ = run([str(test)])
         assert ["FAILED assert 1 == 2"] == list(outcomes.values())
-        monkeypatch.setattr(mutants, "LIBRARIES", ("value",))
+        monkeypatch.setattr(mutants, "BELOW_MODELS", ("value",))
         with pytest.raises(environment.Problem, match="value is imported already"):
             run([str(test)], mutated=mutant(file="value.py"))

@@ -37,6 +37,7 @@ from airflow.models.taskinstance import TaskInstance
 @contextmanager
 def new_session() -> Iterator[Session]:
     """Open a session with a connection of its own, as another process would have; commits at the end of the block."""
+    assert settings.NonScopedSession is not None, "Airflow's database is not set up"
     session = settings.NonScopedSession()
     try:
         yield session

@@ -26,6 +26,7 @@ from airflow.sdk import (
     RollupMapper,
     StartOfDayMapper,
 )
+from airflow.serialization.definitions.assets import SerializedAssetUniqueKey
 from airflow.serialization.definitions.dag import SerializedDAG
 from airflow.serialization.serialized_objects import LazyDeserializedDAG
 from airflow.timetables.base import compute_rollup_fingerprint
@@ -114,12 +115,21 @@ def emit(asset: Asset, *keys: str, session: Session | None = None) -> None:
             emit(asset, *keys, session=session)
         return
     for key in keys:
-        AssetManager().register_asset_change(asset=asset, partition_key=key, session=session)
+        AssetManager().register_asset_change(
+            asset=SerializedAssetUniqueKey(asset.name, asset.uri), partition_key=key, session=session
+        )
     session.flush()
 
 
+def stored(dag_id: str, *, session: Session) -> SerializedDAG:
+    """Return the definition of a Dag as it is stored."""
+    serialized = SerializedDagModel.get(dag_id, session=session)
+    assert serialized is not None, f"{dag_id} is not stored"
+    return serialized.dag
+
+
 def insert_pending(
-    dag_id: str, keys: Iterable[str], *, asset: Asset | None = None, upstream: str | None = "{}T00:00:00"
+    dag_id: str, keys: Iterable[str], *, asset: Asset | None = None, upstream: str = "{}T00:00:00"
 ) -> list[int]:
     """
     Insert pending runs in bulk, so that no request is written for them.
@@ -131,8 +141,7 @@ def insert_pending(
     :return: the ids of the runs
     """
     with new_session() as session:
-        serialized = SerializedDagModel.get(dag_id, session=session)
-        fingerprint = compute_rollup_fingerprint(serialized.dag.timetable)
+        fingerprint = compute_rollup_fingerprint(stored(dag_id, session=session).timetable)
         before = session.scalar(select(func.max(AssetPartitionDagRun.id))) or 0
         now = timezone.utcnow()
         rows = [
@@ -225,7 +234,7 @@ def requests(dag_id: str | None = None, *, runnable: bool = False) -> list[tuple
             DagModel.is_paused.is_(False), DagModel.is_stale.is_(False)
         )
     with new_session() as session:
-        return [tuple(row) for row in session.execute(query)]
+        return [(target, apdr_id, reason) for target, apdr_id, reason in session.execute(query)]
 
 
 def fired(dag_id: str) -> list[str]:
@@ -330,7 +339,7 @@ def running_task(dag_id: str, run_id: str = "run") -> UUID:
     """Make a Dag run of a Dag with one task, and return the id of its task instance, which runs."""
     now = timezone.utcnow()
     with new_session() as session:
-        run = SerializedDagModel.get(dag_id, session=session).dag.create_dagrun(
+        run = stored(dag_id, session=session).create_dagrun(
             run_id=run_id,
             run_after=now,
             run_type=DagRunType.MANUAL,

@@ -65,3 +65,16 @@ def no_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     from airflow.jobs.asset_partition_wake.agenda import Agenda
 
     monkeypatch.setattr(Agenda, "pass_is_due", lambda self, now: False)
+
+
+@pytest.fixture
+def slow_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every whole read of the requests counts as one that took a second."""
+    from airflow.jobs.asset_partition_wake.waiting import Horizon
+
+    found_nothing = Horizon.found_nothing
+
+    def after_a_second(self: Horizon, now: float, seconds: float, *, session: Session) -> Horizon:
+        return found_nothing(self, now, 1.0, session=session)
+
+    monkeypatch.setattr(Horizon, "found_nothing", after_a_second)

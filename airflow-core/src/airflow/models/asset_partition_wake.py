@@ -67,7 +67,7 @@ from airflow.utils.sqlalchemy import UtcDateTime, with_row_locks
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-    from sqlalchemy import ColumnElement, Insert, Select
+    from sqlalchemy import Insert, Select, SQLColumnExpression
     from sqlalchemy.sql.selectable import CompoundSelect
 
     from airflow.models.dag_version import DagVersion
@@ -156,7 +156,7 @@ def request_for_dags(dag_ids: Select | CompoundSelect, *, reason: WakeReason, se
         )
         .exists()
     )
-    columns: dict[str, ColumnElement] = {
+    columns: dict[str, SQLColumnExpression] = {
         "apdr_id": null(),
         "target_dag_id": DagModel.dag_id,
         "reason": literal(reason.value),
@@ -212,7 +212,8 @@ def _timetable(data: dict | str | None, compressed: bytes | None) -> str:
         data = json.loads(zlib.decompress(compressed))
     elif isinstance(data, str):
         data = json.loads(data)
-    return json.dumps((data or {}).get("dag", {}).get("timetable"), sort_keys=True)
+    definition = data.get("dag", {}) if isinstance(data, dict) else {}
+    return json.dumps(definition.get("timetable"), sort_keys=True)
 
 
 def request_for_activated_assets(assets: Collection[AssetModel], *, session: Session) -> None:

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from airflow.api_fastapi.core_api.datamodels.ui.partitioned_dag_runs import PartitionedDagRunAssetResponse
     from airflow.partition_mappers.base import RollupMapper
-    from airflow.timetables.simple import PartitionedAssetTimetable
+    from airflow.timetables.base import Timetable
 
 Wake = AssetPartitionDagRunWake
 
@@ -245,7 +245,7 @@ def _evaluate(run: AssetPartitionDagRun, *, session: Session) -> Reading:
 
 
 def _referenced_otherwise(
-    run: AssetPartitionDagRun, timetable: PartitionedAssetTimetable, *, known: set[int], session: Session
+    run: AssetPartitionDagRun, timetable: Timetable, *, known: set[int], session: Session
 ) -> list[PartitionedDagRunAssetResponse]:
     """Return assets with key logs that the UI leaves out: those referenced by name, by URI or through an alias."""
     from airflow.api_fastapi.core_api.datamodels.ui.partitioned_dag_runs import PartitionedDagRunAssetResponse
@@ -330,9 +330,9 @@ def _print(rows: list[dict[str, Any]], output: str) -> None:
     """Print rows; JSON and YAML keep numbers and lists as such, the others show ages for people."""
     console = AirflowConsole()
     if output == "json":
-        console.print_as_json(rows)
+        console.print_as_json(rows)  # type: ignore[arg-type]  # prints anything
     elif output == "yaml":
-        console.print_as_yaml(rows)
+        console.print_as_yaml(rows)  # type: ignore[arg-type]
     else:
         console.print_as([{name: _cell(name, row[name], output) for name in row} for row in rows], output)
 

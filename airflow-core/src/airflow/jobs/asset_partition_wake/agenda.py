@@ -145,7 +145,7 @@ class Agenda:
         """Whether a pass should start at *now* (seconds of a clock that never jumps)."""
         return self.resync is None and now >= self.next_pass_at
 
-    def start_pass(self, now: float, *, upto: int) -> None:
+    def start_pass(self, now: float, *, upto: int) -> ResyncPass:
         """
         Start a pass: the startup pass first, periodic ones after it.
 
@@ -154,6 +154,7 @@ class Agenda:
         """
         self.resync = ResyncPass(self.next_kind, now, upto)
         self.next_kind = "periodic"
+        return self.resync
 
     def finish_pass(self, now: float) -> ResyncPass | None:
         """End the pass that has nothing left, if there is one, and set the time of the next."""

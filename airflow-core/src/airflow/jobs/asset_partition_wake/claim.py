@@ -35,7 +35,7 @@ from airflow.utils.sqlalchemy import with_row_locks
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from sqlalchemy import Row, ScalarSelect
+    from sqlalchemy import ScalarSelect, SQLColumnExpression
     from sqlalchemy.orm import Session
 
 APDR = AssetPartitionDagRun
@@ -49,7 +49,7 @@ def dag_can_run() -> ColumnElement[bool]:
     return and_(true(), *(column.is_(False) for column in never))
 
 
-def dag_state(dag_id: ColumnElement[str]) -> ScalarSelect[int]:
+def dag_state(dag_id: SQLColumnExpression[str]) -> ScalarSelect[int]:
     """
     Return 1 for a Dag that can run, 0 for one that cannot, NULL for one that is gone.
 
@@ -63,7 +63,7 @@ def dag_state(dag_id: ColumnElement[str]) -> ScalarSelect[int]:
     )
 
 
-def in_ids(column: ColumnElement[int], ids: Collection[int]) -> ColumnElement[bool]:
+def in_ids(column: SQLColumnExpression[int], ids: Collection[int]) -> ColumnElement[bool]:
     """Return ``column IN (ids)`` with the numbers in the text: 500 bound parameters cost the client as much as the rows."""
     return column.in_(bindparam(None, sorted(ids), type_=Integer, expanding=True, literal_execute=True))
 
@@ -92,16 +92,15 @@ def pending_of_dag(dag_id: str, *, after: int, upto: int, limit: int, session: S
 
 def pending_of_later_dags(
     dag_id: str, *, upto: int, limit: int, session: Session
-) -> list[Row[tuple[str, int, bool]]]:
+) -> list[tuple[str, int, bool]]:
     """Return ``(dag_id, id, can_run)`` of the first pending runs of the Dags behind *dag_id*. One range of the index."""
-    return list(
-        session.execute(
-            select(APDR.target_dag_id, APDR.id, dag_state(APDR.target_dag_id) == 1)
-            .where(APDR.created_dag_run_id.is_(None), APDR.target_dag_id > dag_id, APDR.id <= upto)
-            .order_by(*PENDING_ORDER)
-            .limit(limit)
-        )
+    rows = session.execute(
+        select(APDR.target_dag_id, APDR.id, dag_state(APDR.target_dag_id))
+        .where(APDR.created_dag_run_id.is_(None), APDR.target_dag_id > dag_id, APDR.id <= upto)
+        .order_by(*PENDING_ORDER)
+        .limit(limit)
     )
+    return [(dag_id, apdr_id, state == 1) for dag_id, apdr_id, state in rows]
 
 
 def lock(apdr_ids: Collection[int], *, session: Session) -> list[AssetPartitionDagRun]:

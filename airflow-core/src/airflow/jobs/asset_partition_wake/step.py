@@ -100,20 +100,26 @@ class WakeStep:
         """
         self._check_table(session)
         now = time.monotonic()
-        after = self._horizon.after(now)
+        horizon = self._horizon
+        after = horizon.after(now)
         waiting = Waiting(budget, self._agenda.turn, after=after, session=session)
         if waiting.is_nothing and not after:
             read_at = time.monotonic()
-            self._horizon.found_nothing(read_at, read_at - now, session=session)
+            horizon = horizon.found_nothing(read_at, read_at - now, session=session)
         if waiting.is_nothing and self._agenda.is_idle(now):
-            _on_commit(session, _send_no_lag)
+
+            def keep_idle() -> None:
+                self._horizon = horizon
+                stats.gauge("scheduler.asset_partitions.wake_lag", 0)
+
+            _on_commit(session, keep_idle)
             return []
 
         agenda = self._agenda.draft()
         newest = cache(lambda: claim.newest_run(session=session))
         if agenda.pass_is_due(now):
-            agenda.start_pass(now, upto=newest())
-            log.info("Asset partition resync pass started", kind=agenda.resync.kind)
+            started = agenda.start_pass(now, upto=newest())
+            log.info("Asset partition resync pass started", kind=started.kind)
         for dag_id, request_ids in waiting.of_dag.items():
             if agenda.wants_fan_out(dag_id):
                 agenda.start_fan_out(dag_id, request_ids, upto=newest())
@@ -129,7 +135,7 @@ class WakeStep:
         queue.settle(loop.answered, session=session)
 
         def keep() -> None:
-            self._agenda = agenda
+            self._agenda, self._horizon = agenda, horizon
             loop.send_metrics(ended, now)
 
         _on_commit(session, keep)
@@ -262,10 +268,6 @@ class _Loop:
             duration = timedelta(seconds=now - ended.started_at)
             stats.timing("scheduler.asset_partitions.resync_pass_duration", duration)
             log.info("Asset partition resync pass ended", kind=ended.kind, seconds=duration.total_seconds())
-
-
-def _send_no_lag() -> None:
-    stats.gauge("scheduler.asset_partitions.wake_lag", 0)
 
 
 def _on_commit(session: Session, callback: Callable[[], None]) -> None:

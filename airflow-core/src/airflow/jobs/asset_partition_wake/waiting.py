@@ -24,6 +24,7 @@ oldest requests of each: more of them where they name few runs or where runs cou
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,7 @@ MOST_DELAY = 30.0
 """Seconds after which a whole read comes in any case."""
 
 
+@dataclass(frozen=True)
 class Horizon:
     """
     From which id on a loop reads: from the first, as long as that is quick.
@@ -59,22 +61,20 @@ class Horizon:
     nothing. A smaller id may still be committed, so whole reads go on, for about a twentieth of the time.
     """
 
-    def __init__(self) -> None:
-        self._drawn = 0
-        self._whole_read_at = float("-inf")
-        self._slow_before = False
+    drawn: int = 0
+    whole_read_at: float = float("-inf")
+    was_slow: bool = False
 
     def after(self, now: float) -> int:
         """Return the id behind which to read at *now*, in seconds; 0 for a whole read."""
-        return 0 if now >= self._whole_read_at else self._drawn
+        return 0 if now >= self.whole_read_at else self.drawn
 
-    def found_nothing(self, now: float, seconds: float, *, session: Session) -> None:
-        """Take note of a whole read that found nothing, when it ended and how long it took."""
+    def found_nothing(self, now: float, seconds: float, *, session: Session) -> Horizon:
+        """Return the horizon after a whole read that found nothing: when it ended, how long it took."""
         slow = seconds > SLOW
-        if slow and self._slow_before:  # The first time, the machine may just have been busy.
-            self._drawn = queue.draw_id(session=session)
-            self._whole_read_at = now + min(20 * seconds, MOST_DELAY)
-        self._slow_before = slow
+        if slow and self.was_slow:  # The first time, the machine may just have been busy.
+            return Horizon(queue.draw_id(session=session), now + min(20 * seconds, MOST_DELAY), was_slow=True)
+        return self if slow == self.was_slow else replace(self, was_slow=slow)
 
 
 class Waiting:

@@ -212,12 +212,13 @@ def test_definitions_that_cannot_be_evaluated(show):
     assert "the Dag does not exist any more" == lines["gone"]
 
 
-def test_no_longer_partitioned(show):
-    """A run of a Dag that is scheduled otherwise now will be dropped."""
-    consumer("plain", PLAIN)
-    emit(PLAIN, "a")
+@pytest.mark.parametrize("schedule", [PLAIN, AssetAlias("some")], ids=["asset", "alias"])
+def test_no_longer_partitioned(show, schedule):
+    """A run of a Dag that is scheduled otherwise now will be dropped, also where the fingerprints are equal."""
+    consumer("plain", schedule)
+    insert_pending("plain", ["a"])
     with new_session() as session:
-        write(make_dag("plain", [PLAIN]), session=session)
+        write(make_dag("plain", [schedule]), session=session)
     assert "made for another timetable: the next evaluation drops it" == held_by(show, "plain")
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from airflow.jobs.asset_partition_wake import step
+from airflow.jobs.asset_partition_wake import step, waiting
 from airflow.jobs.asset_partition_wake.step import WakeStep
+from airflow.jobs.asset_partition_wake.waiting import Horizon
 from airflow.models.asset import AssetPartitionDagRun
 
 from tests_common.db import new_session
@@ -61,6 +62,21 @@ def test_pass_comes_back_to_a_run_that_a_peer_had_locked():
 
     assert runs[1:2] == claim(wake, 10)
     assert wake._agenda.resync is None
+
+
+@pytest.mark.usefixtures("no_passes")
+def test_horizon_of_a_loop_that_fails_is_forgotten(monkeypatch):
+    """An id that was drawn in a transaction that was rolled back may be given out again: it is no horizon (spec 7)."""
+    monkeypatch.setattr(waiting, "SLOW", -1.0)
+    wake = WakeStep()
+    wake._horizon = before = Horizon(was_slow=True)
+    with new_session() as session:
+        assert [] == wake.claim(4, session=session)
+        session.rollback()
+    assert before == wake._horizon
+
+    assert [] == claim(wake, 4)
+    assert 0 < wake._horizon.drawn
 
 
 def test_idle_loop_sends_nothing_before_its_commit(monkeypatch):

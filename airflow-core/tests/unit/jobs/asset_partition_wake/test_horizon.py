@@ -18,7 +18,7 @@ def test_quick_reads_are_whole():
     horizon = Horizon()
     with new_session() as session:
         for seconds in (0.0, 1.0, 0.0, 1.0, 0.01):
-            horizon.found_nothing(10, seconds, session=session)
+            horizon = horizon.found_nothing(10, seconds, session=session)
             assert 0 == horizon.after(10)
     (first,) = _requests_of_one_run()
     assert [first] == asked()
@@ -30,7 +30,7 @@ def test_slow_reads_are_rare():
     for seconds, again in ((0.1, 2), (5.0, 30)):
         with new_session() as session:
             for _ in range(2):
-                horizon.found_nothing(10, seconds, session=session)
+                horizon = horizon.found_nothing(10, seconds, session=session)
         assert 0 < horizon.after(10 + again - 0.01)
         assert 0 == horizon.after(10 + again)
 
@@ -51,16 +51,12 @@ def test_drawn_id_leaves_nothing_behind():
 
 
 @pytest.mark.backend("postgresql", "mysql")
-def test_requests_behind_and_before_the_horizon(monkeypatch, clock):
+@pytest.mark.usefixtures("slow_reads")
+def test_requests_behind_and_before_the_horizon(clock):
     """A new request is answered at once; one below the horizon, committed late, with the next whole read."""
     insert_dags("a")
     early, late = insert_runs("a", 2)
     scheduler = Scheduler()
-    horizon = scheduler.runner._asset_partition_wake._horizon
-    found_nothing = horizon.found_nothing
-    monkeypatch.setattr(
-        horizon, "found_nothing", lambda now, seconds, *, session: found_nothing(now, 1.0, session=session)
-    )
     with new_session() as writer:
         writer.add(queue.Wake(apdr_id=early, target_dag_id="a", reason="key log"))
         writer.flush()

@@ -321,17 +321,12 @@ def test_retry_evaluates_the_definition_that_is_stored_now(monkeypatch):
     assert ["a"] == fired("dag")
 
 
-@pytest.mark.usefixtures("no_passes")
-def test_id_that_a_failed_loop_drew(monkeypatch, clock):
+@pytest.mark.usefixtures("no_passes", "clock", "slow_reads")
+def test_id_that_a_failed_loop_drew():
     """A loop that is rolled back does not move the id from which the next ones read: SQLite gives that id out again."""
     insert_dags("dag")
     (run,) = insert_runs("dag")
     scheduler = Scheduler()
-    horizon = scheduler.runner._asset_partition_wake._horizon
-    found_nothing = horizon.found_nothing
-    monkeypatch.setattr(
-        horizon, "found_nothing", lambda now, seconds, *, session: found_nothing(now, 1.0, session=session)
-    )
     scheduler.step()
     with new_session() as session:
         scheduler.runner._create_dagruns_for_partitioned_asset_dags(session)
