@@ -285,5 +285,5 @@ def _active(
         tuple_(AssetActive.name, AssetActive.uri).in_((value["name"], value["uri"]) for value in values)
     )
     if locked:
-        active = with_row_locks(active, session=session, skip_locked=True, key_share=False, read=True)
+        active = with_row_locks(active, session=session, skip_locked=True, key_share=False)
     return set(session.execute(active).tuples())

@@ -276,7 +276,11 @@ def _locked(ids: Collection[int], *, session: Session) -> Select:
 def _delete(ids: Collection[int], *, session: Session) -> None:
     if ids:
         session.execute(
-            delete(Wake).where(in_ids(Wake.id, ids)), execution_options={"synchronize_session": False}
+            # MySQL scans a short table, and waits for the rows that peers have locked: hold it to the primary key.
+            delete(Wake)
+            .where(in_ids(Wake.id, ids))
+            .prefix_with(f"/*+ INDEX({Wake.__tablename__} PRIMARY) */", dialect="mysql"),
+            execution_options={"synchronize_session": False},
         )
 
 

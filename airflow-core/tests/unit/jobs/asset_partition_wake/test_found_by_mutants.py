@@ -7,15 +7,16 @@ import sys
 from typing import Any
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import event, select
 
 from airflow.jobs.asset_partition_wake import step, waiting
 from airflow.jobs.asset_partition_wake.step import WakeStep
 from airflow.jobs.asset_partition_wake.waiting import Horizon
 from airflow.models.asset import AssetPartitionDagRun
+from airflow.models.asset_partition_wake import AssetPartitionDagRunWake
 
 from tests_common.db import new_session
-from tests_common.factories import Scheduler, ask, insert_dags, insert_runs
+from tests_common.factories import Scheduler, ask, asked, insert_dags, insert_runs
 
 pytestmark = pytest.mark.usefixtures("db")
 
@@ -62,6 +63,29 @@ def test_pass_comes_back_to_a_run_that_a_peer_had_locked():
 
     assert runs[1:2] == claim(wake, 10)
     assert wake._agenda.resync is None
+
+
+@pytest.mark.usefixtures("no_passes")
+@pytest.mark.backend("postgresql", "mysql")
+def test_smaller_id_committed_just_before_the_delete():
+    """A request with a smaller id than those answered, committed after the read, is not deleted with them (spec 7)."""
+    insert_dags("dag")
+    late, early = insert_runs("dag", 2)
+    wake = WakeStep()
+    with new_session() as writer, new_session() as session:
+        writer.add(AssetPartitionDagRunWake(apdr_id=late, target_dag_id="dag", reason="key log"))
+        writer.flush()
+        ask("dag", [early])
+
+        def commit_first(connection: Any, cursor: Any, statement: str, *args: Any) -> None:
+            if "DELETE FROM asset_partition_dag_run_wake" in statement:
+                writer.commit()
+
+        event.listen(session.connection(), "before_cursor_execute", commit_first)
+        assert [early] == [run.id for run in wake.claim(4, session=session)]
+
+    assert [late] == claim(wake, 4)
+    assert [] == asked()
 
 
 @pytest.mark.usefixtures("no_passes")
