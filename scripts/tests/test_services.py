@@ -192,7 +192,7 @@ class TestStop:
     def test_failed_start_leaves_nothing(self, server, monkeypatch):
         """A server that ends at its start is a problem of one line, with what it said last."""
         server.stop()
-        command = [sys.executable, "-c", "print('first'); print('the reason')"]
+        command = ["sh", "-c", "echo first; echo the reason"]
         monkeypatch.setattr(server, "initialize", lambda: None)
         monkeypatch.setattr(server, "command", lambda _port, _durable: command)
         monkeypatch.setattr(server, "ready", lambda _port: False)

@@ -10,21 +10,7 @@ from sqlalchemy import delete, event
 from sqlalchemy.orm import Session
 
 from airflow import settings
-from airflow.models.asset import (
-    AssetActive,
-    AssetAliasModel,
-    AssetDagRunQueue,
-    AssetEvent,
-    AssetModel,
-    AssetPartitionDagRun,
-    DagScheduleAssetAliasReference,
-    DagScheduleAssetNameReference,
-    DagScheduleAssetReference,
-    DagScheduleAssetUriReference,
-    PartitionedAssetKeyLog,
-    TaskInletAssetReference,
-    TaskOutletAssetReference,
-)
+from airflow.models import asset
 from airflow.models.dag import DagModel
 from airflow.models.dag_version import DagVersion
 from airflow.models.dagrun import DagRun
@@ -52,21 +38,21 @@ def new_session() -> Iterator[Session]:
 def clear_db_apdr() -> None:
     """Delete all that tests of asset partitions write."""
     models = [
-        AssetPartitionDagRun,
-        PartitionedAssetKeyLog,
+        asset.AssetPartitionDagRun,
+        asset.PartitionedAssetKeyLog,
         TaskInstance,
         DagRun,
-        AssetDagRunQueue,
-        AssetEvent,
-        AssetActive,
-        DagScheduleAssetReference,
-        DagScheduleAssetNameReference,
-        DagScheduleAssetUriReference,
-        DagScheduleAssetAliasReference,
-        TaskOutletAssetReference,
-        TaskInletAssetReference,
-        AssetAliasModel,
-        AssetModel,
+        asset.AssetDagRunQueue,
+        asset.AssetEvent,
+        asset.AssetActive,
+        asset.DagScheduleAssetReference,
+        asset.DagScheduleAssetNameReference,
+        asset.DagScheduleAssetUriReference,
+        asset.DagScheduleAssetAliasReference,
+        asset.TaskOutletAssetReference,
+        asset.TaskInletAssetReference,
+        asset.AssetAliasModel,
+        asset.AssetModel,
         DagWarning,
         SerializedDagModel,
         DagVersion,

@@ -9,7 +9,7 @@ LARGE = (4_270, 528)
 """The pending runs of the two largest Dags, where the population is large enough for them."""
 
 FIRST = 600
-"""So many Dags of the smallest numbers can all run: what stock claims first, and what requests of one loop ask for."""
+"""At most so many of the first Dags can all run: what stock claims first, and what the requests of one loop ask for."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,11 @@ class Sizes:
     def part(self, of: int) -> Sizes:
         """Return a population of which this one is *of* times as large."""
         return Sizes(self.runs // of, self.pending // of, max(1, self.dags // of))
+
+    @property
+    def first(self) -> int:
+        """Return how many Dags of the smallest numbers can all run: their oldest runs are the oldest of all."""
+        return min(FIRST, max(1, self.dags // 3))
 
     def pending_by_dag(self) -> list[int]:
         """Return the pending runs of each Dag: at least one, two large ones, and the rest skewed."""
@@ -55,8 +60,7 @@ class Sizes:
         pending = self.pending_by_dag()
         numbers: list[int] = []
         held = 0
-        first = min(FIRST, self.dags // 3)
-        for number in [*range(first, self.dags, 2), *range(first + 1, self.dags, 2)]:
+        for number in [*range(self.first, self.dags, 2), *range(self.first + 1, self.dags, 2)]:
             if held >= self.pending // 10:
                 break
             held += pending[number]

@@ -134,11 +134,10 @@ def still_pending(apdr_ids: Collection[int], *, session: Session) -> dict[int, t
     """
     if not apdr_ids:
         return {}
-    return {
-        apdr_id: (dag_id, state == 1)
-        for apdr_id, dag_id, state in session.execute(
-            select(APDR.id, APDR.target_dag_id, dag_state(APDR.target_dag_id))
-            .where(in_ids(APDR.id, apdr_ids), APDR.created_dag_run_id.is_(None))
-            .with_hint(APDR, "FORCE INDEX (PRIMARY)", "mysql")
-        )
-    }
+    # Whether a run is pending is looked at here: in the statement, it could lead a plan through all pending runs.
+    rows = session.execute(
+        select(APDR.id, APDR.created_dag_run_id, APDR.target_dag_id, dag_state(APDR.target_dag_id))
+        .where(in_ids(APDR.id, apdr_ids))
+        .with_hint(APDR, "FORCE INDEX (PRIMARY)", "mysql")
+    )
+    return {apdr_id: (dag_id, state == 1) for apdr_id, fired, dag_id, state in rows if fired is None}

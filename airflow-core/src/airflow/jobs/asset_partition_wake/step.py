@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 from sqlalchemy import event, inspect
+from sqlalchemy.orm import Session
 
 from airflow._shared.observability.metrics import stats
 from airflow._shared.timezones import timezone
@@ -47,7 +48,7 @@ from airflow.utils.session import create_session
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sqlalchemy.orm import Session, SessionTransaction
+    from sqlalchemy.orm import SessionTransaction
 
     from airflow.models.asset import AssetPartitionDagRun
 
@@ -272,18 +273,18 @@ class _Loop:
 
 def _on_commit(session: Session, callback: Callable[[], None]) -> None:
     """Call back once the session's transaction has committed; never, where it ends in any other way."""
-    if not event.contains(session, "after_commit", _committed):
-        event.listen(session, "after_commit", _committed)
-        event.listen(session, "after_transaction_end", _ended)
     session.info[_on_commit] = callback
 
 
+# For every session of the process: to listen to each anew takes longer than an idle loop's statement.
+@event.listens_for(Session, "after_commit")
 def _committed(session: Session) -> None:
     # Savepoints are announced too.
     if not session.in_nested_transaction() and (callback := session.info.pop(_on_commit, None)):
         callback()
 
 
+@event.listens_for(Session, "after_transaction_end")
 def _ended(session: Session, transaction: SessionTransaction) -> None:
     if transaction.parent is None:
         session.info.pop(_on_commit, None)

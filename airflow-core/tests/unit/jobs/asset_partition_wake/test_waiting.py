@@ -177,7 +177,7 @@ def test_short_queue_is_one_statement(session):
         Waiting(10, "", session=session).take(10)
     assert 1 == len(statements)
     ask("dag", runs[10:] * 20)
-    with recorded_statements() as statements:
+    with recorded_statements("asset_partition_dag_run_wake") as statements:
         Waiting(10, "x", session=session).take(10)
     assert 1 + waiting.LOOKS + waiting.LOOKS >= len(statements)
 
