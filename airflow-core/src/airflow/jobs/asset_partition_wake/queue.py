@@ -228,10 +228,10 @@ def tidy(*, session: Session) -> tuple[int, int]:
     dropped = merged = 0
     for dag in _all_dags_waiting(session=session):
         if not dag.known:
-            # Asked again once the requests are locked: one that came with the return of its Dag stays.
-            while (batch := _batch(dag.dag_id, session=session)) and not _is_known(
-                dag.dag_id, session=session
-            ):
+            while batch := _batch(dag.dag_id, session=session):
+                # Asked again once the requests are locked: one that came with the return of its Dag stays.
+                if _is_known(dag.dag_id, session=session):
+                    break
                 _delete(batch, session=session)
                 session.commit()
                 dropped += len(batch)

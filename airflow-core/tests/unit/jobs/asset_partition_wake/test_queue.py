@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 
 from airflow._shared.timezones import timezone
@@ -23,7 +24,8 @@ class NoRows(list):
     def all(self) -> NoRows:
         return self
 
-    tuples = all
+    def one(self) -> tuple[str, ...]:
+        return ("on", "on", "on")  # PostgreSQL's settings
 
 
 class Compiling:
@@ -105,9 +107,9 @@ def test_requests_are_deleted_by_primary_key(dialect):
     (statement,) = compiled("delete", dialect)
     assert "FROM asset_partition_dag_run_wake WHERE asset_partition_dag_run_wake.id IN" in statement
     assert (dialect == "mysql") == ("INDEX(asset_partition_dag_run_wake PRIMARY)" in statement)
-    for text in [statement, *compiled("settle", dialect)]:
-        assert "<" not in text
-        assert "BETWEEN" not in text
+    for sent in [statement, *compiled("settle", dialect)]:
+        assert "<" not in sent
+        assert "BETWEEN" not in sent
 
 
 @pytest.mark.parametrize("dialect", ["postgresql", "mysql"])
@@ -158,9 +160,19 @@ def test_dags_waiting_costs_one_statement(session):
     ask("a", range(500))
     ask("b", range(500))
     session.connection()
-    with recorded_statements() as statements:
+    with recorded_statements("asset_partition_dag_run_wake") as statements:
         assert 2 == len(queue.dags_waiting("", 10, session=session))
     assert 1 == len(statements)
+
+
+@pytest.mark.backend("postgresql")
+def test_dags_waiting_leaves_the_settings_as_they_were(session):
+    """What the planner is told for the walk does not hold for the rest of the transaction."""
+    names = ("enable_bitmapscan", "enable_seqscan", "enable_sort")
+    session.execute(text("SET LOCAL enable_sort = off"))
+    before = [session.scalar(text(f"SHOW {name}")) for name in names]
+    queue.dags_waiting("", 10, session=session)
+    assert ["on", "on", "off"] == before == [session.scalar(text(f"SHOW {name}")) for name in names]
 
 
 def test_oldest_of_dags(session):

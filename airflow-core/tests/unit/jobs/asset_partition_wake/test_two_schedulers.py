@@ -68,7 +68,7 @@ def before_statement(session: Session, words: str, action: Callable[[], None]) -
 
 
 LOCK_RUNS = "FOR UPDATE OF asset_partition_dag_run "
-DELETE_REQUESTS = "DELETE FROM asset_partition_dag_run_wake"
+DELETE_REQUESTS = "DELETE "
 READ_KEY_LOGS = "FROM partitioned_asset_key_log"
 
 
