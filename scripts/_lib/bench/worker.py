@@ -97,6 +97,8 @@ class Bench:
         """
         Write requests in place of those that are there; return for how many runs they are.
 
+        Of more than a loop can evaluate, some loops have had their turn.
+
         :param kind: ``spread``: over pending runs that can fire; ``oldest``: for the oldest of them, in as many Dags; ``one
             Dag``: all of the largest; ``whole Dag``: for all of its runs
         """
@@ -134,7 +136,12 @@ class Bench:
             connection.execute(insert(wake).from_select(columns, requests, include_defaults=False))
         if analyze:
             population.analyze(wake.name)
+        self.turn(population.name(0) if count > BUDGET else "")
         return min(count, available)
+
+    def turn(self, dag_id: str = "") -> None:
+        """Have the next loop go on behind a Dag; empty: nothing is known of a long queue."""
+        self.runner._asset_partition_wake._agenda.turn = dag_id
 
     def clear(self) -> None:
         """Remove all requests."""

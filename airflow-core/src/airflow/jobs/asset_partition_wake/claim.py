@@ -27,15 +27,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sqlalchemy import ColumnElement, Integer, and_, bindparam, case, func, literal, select, true
+from sqlalchemy.types import UserDefinedType
 
 from airflow.models.asset import AssetPartitionDagRun
 from airflow.models.dag import DagModel
 from airflow.utils.sqlalchemy import with_row_locks
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
-    from sqlalchemy import ScalarSelect, SQLColumnExpression
+    from sqlalchemy import Dialect, ScalarSelect, SQLColumnExpression
     from sqlalchemy.orm import Session
 
 APDR = AssetPartitionDagRun
@@ -63,9 +64,18 @@ def dag_state(dag_id: SQLColumnExpression[str]) -> ScalarSelect[int]:
     )
 
 
+class _Ids(UserDefinedType):
+    """A list of ids that is written into the statement at once: a parameter each costs the client as much as the rows."""
+
+    cache_ok = True
+
+    def literal_processor(self, dialect: Dialect) -> Callable[[Collection[int]], str]:
+        return lambda ids: f"({', '.join(map(str, ids))})"
+
+
 def in_ids(column: SQLColumnExpression[int], ids: Collection[int]) -> ColumnElement[bool]:
-    """Return ``column IN (ids)`` with the numbers in the text: 500 bound parameters cost the client as much as the rows."""
-    return column.in_(bindparam(None, sorted(ids), type_=Integer, expanding=True, literal_execute=True))
+    """Return ``column IN (ids)``, the ids in order; there must be some."""
+    return column.bool_op("IN")(bindparam(None, sorted(ids), type_=_Ids, literal_execute=True))
 
 
 def newest_run(*, session: Session) -> int:
@@ -108,7 +118,8 @@ def lock(apdr_ids: Collection[int], *, session: Session) -> list[AssetPartitionD
     Lock those of the runs that are still pending, whose Dag can run and that no peer has locked.
 
     No ORDER BY: the caller sorts, since a filesort would make MySQL lock rows before it knows which ones it returns.
-    MySQL is held to the primary key, so that it never locks its way through another index.
+    MySQL is held to the primary key, so that it never locks its way through another index. PostgreSQL is given nothing else to
+    look up: from a bare ``IS NULL`` it would gather all pending runs in a bitmap first (2 ms for 55,000, and growing).
     Objects that the session holds already are loaded again: a peer may have changed the row.
     """
     if not apdr_ids:
@@ -116,7 +127,8 @@ def lock(apdr_ids: Collection[int], *, session: Session) -> list[AssetPartitionD
     runs = (
         select(APDR)
         .where(
-            in_ids(APDR.id, apdr_ids), APDR.created_dag_run_id.is_(None), dag_state(APDR.target_dag_id) == 1
+            in_ids(APDR.id, apdr_ids),
+            case((APDR.created_dag_run_id.is_(None), dag_state(APDR.target_dag_id))) == 1,
         )
         .with_hint(APDR, "FORCE INDEX (PRIMARY)", "mysql")
         .execution_options(populate_existing=True)

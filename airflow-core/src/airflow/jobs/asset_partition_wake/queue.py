@@ -24,11 +24,11 @@ decided in :mod:`.waiting`.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
-from sqlalchemy import Integer, bindparam, delete, func, insert, literal, select, true
+from sqlalchemy import Integer, any_, bindparam, delete, func, insert, select, true
 
 from airflow.jobs.asset_partition_wake.agenda import Request
 from airflow.jobs.asset_partition_wake.claim import dag_state, in_ids
@@ -41,11 +41,12 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
     from datetime import datetime
 
-    from sqlalchemy import ColumnElement, FromClause, ScalarSelect, Select
+    from sqlalchemy import ColumnElement, FromClause, Select
     from sqlalchemy.orm import Session
 
 Wake = AssetPartitionDagRunWake
-T = TypeVar("T")
+
+_MOST = bindparam("most", type_=Integer)
 
 BATCH = 1000
 """Rows of one DELETE, and of one transaction of :func:`tidy`."""
@@ -54,10 +55,13 @@ BATCH = 1000
 class WaitingDag(NamedTuple):
     """A Dag with requests. *known*: it is in the ``dag`` table; *can_run*: its pending runs may fire."""
 
-    dag_id: str
-    oldest_id: int
+    oldest: Request
     known: bool
     can_run: bool
+
+    @property
+    def dag_id(self) -> str:
+        return self.oldest.dag_id
 
 
 def oldest(limit: int, *, after: int = 0, session: Session) -> list[tuple[Request, bool]]:
@@ -74,12 +78,12 @@ def oldest(limit: int, *, after: int = 0, session: Session) -> list[tuple[Reques
 @cache
 def _oldest() -> Select:
     """Build the statement once, of columns rather than attributes: that took longer than to send it."""
-    wake = Wake.__table__.c
+    wake = Wake.__table__
     return (
-        select(wake.id, wake.apdr_id, wake.target_dag_id, wake.created_at, dag_state(wake.target_dag_id))
-        .where(wake.id > bindparam("after"))
-        .order_by(wake.id)
-        .limit(bindparam("most", type_=Integer))
+        select(*_columns(wake), dag_state(wake.c.target_dag_id))
+        .where(wake.c.id > bindparam("after"))
+        .order_by(wake.c.id)
+        .limit(_MOST)
     )
 
 
@@ -92,22 +96,18 @@ def draw_id(*, session: Session) -> int:
     marker = Wake(target_dag_id="", reason="")
     session.add(marker)
     session.flush()
-    _delete([marker.id], session=session)
+    _delete(Wake.id == marker.id, session=session)
     session.expunge(marker)
     return marker.id
 
 
 def dags_waiting(after: str, limit: int, *, session: Session) -> list[WaitingDag]:
     """Return the next Dags with requests behind *after*: one probe of the index a Dag, however many it has."""
-    walk, oldest_id = _loose_scan(after, limit) if get_dialect_name(session) == "mysql" else _skip_scan(after)
-    waiting = (
-        select(walk.c.dag_id, oldest_id, dag_state(walk.c.dag_id))
-        .where(walk.c.dag_id.is_not(None))
-        .limit(limit)
-    )
-    with _in_order_of_indexes(session):
-        rows = session.execute(waiting).all()
-    return [WaitingDag(dag_id, first, state is not None, state == 1) for dag_id, first, state in rows]
+    dialect = get_dialect_name(session)
+    oldest = _loose_scan() if dialect == "mysql" else _skip_scan(dialect)
+    with _in_order_of_indexes(session) if dialect == "postgresql" else nullcontext():
+        rows = session.execute(oldest, {"after": after, "most": limit}).all()
+    return [WaitingDag(Request(*row), state is not None, state == 1) for *row, state in rows]
 
 
 @contextmanager
@@ -118,53 +118,52 @@ def _in_order_of_indexes(session: Session) -> Iterator[None]:
     Where its statistics were taken when the queue had just been drained, it expects one row, and sorts all that wait
     for each Dag: minutes for 300,000 requests.
     """
-    if get_dialect_name(session) != "postgresql":
-        yield
-        return
     names = ("enable_bitmapscan", "enable_seqscan", "enable_sort")
-    before = session.execute(select(*(func.current_setting(name) for name in names))).one()
-    session.execute(select(*(func.set_config(name, "off", true()) for name in names)))
+    was = [func.current_setting(name) for name in names]
+    # Evaluated from left to right: what was, before it is set.
+    before = session.execute(select(*was, *(func.set_config(name, "off", true()) for name in names))).one()
     yield
     session.execute(
-        select(*(func.set_config(*setting, true()) for setting in zip(names, before, strict=True)))
+        select(*(func.set_config(name, value, true()) for name, value in zip(names, before, strict=False)))
     )
 
 
-def _loose_scan(after: str, limit: int) -> tuple[FromClause, ColumnElement[int]]:
-    """MySQL steps from group to group by itself ("Using index for group-by")."""
-    wake = Wake.__table__.c
+@cache
+def _loose_scan() -> Select:
+    """MySQL steps from group to group by itself ("Using index for group-by"); the requests come by primary key."""
+    wake = Wake.__table__
     walk = (
-        select(wake.target_dag_id.label("dag_id"), func.min(wake.id).label("oldest_id"))
-        .where(wake.target_dag_id > after)
-        .group_by(wake.target_dag_id)
-        .order_by(wake.target_dag_id)
-        .limit(limit)
+        select(func.min(wake.c.id).label("id"))
+        .where(wake.c.target_dag_id > bindparam("after"))
+        .group_by(wake.c.target_dag_id)
+        .order_by(wake.c.target_dag_id)
+        .limit(_MOST)
         .subquery("walk")
     )
-    return walk, walk.c.oldest_id
+    oldest = wake.alias("oldest")
+    return (
+        select(*_columns(oldest), dag_state(oldest.c.target_dag_id))
+        .select_from(walk.join(oldest, oldest.c.id == walk.c.id))
+        .with_hint(oldest, "FORCE INDEX (PRIMARY)", "mysql")
+        .prefix_with("STRAIGHT_JOIN", dialect="mysql")
+    )
 
 
-def _skip_scan(after: str) -> tuple[FromClause, ColumnElement[int]]:
+@cache
+def _skip_scan(dialect: str) -> Select:
     """PostgreSQL and SQLite do so by a recursive query, which goes on for as long as rows are taken from it."""
-    wake = Wake.__table__.c
-    first = select(_first(wake.target_dag_id, behind=literal(after)).label("dag_id"))
-    walk = first.cte("walk", recursive=True)
-    walk = walk.union_all(
-        select(_first(wake.target_dag_id, behind=walk.c.dag_id)).where(walk.c.dag_id.is_not(None))
-    )
-    return walk, _first(wake.id, at=walk.c.dag_id)
-
-
-def by_id(ids: Collection[int], *, session: Session) -> list[Request]:
-    """Return requests by primary key, the oldest first."""
-    wake = Wake.__table__
-    rows = session.execute(
-        select(wake.c.id, wake.c.apdr_id, wake.c.target_dag_id, wake.c.created_at)
-        .where(in_ids(wake.c.id, ids))
-        .with_hint(wake, "FORCE INDEX (PRIMARY)", "mysql")
-        .order_by(wake.c.id)
-    )
-    return [Request(*row) for row in rows]
+    first = _first_behind(bindparam("after")).subquery("first")
+    walk = select(*_columns(first)).cte("walk", recursive=True)
+    behind = _first_behind(walk.c.target_dag_id)
+    if dialect == "sqlite":  # has no LATERAL
+        wake = Wake.__table__
+        id_behind = behind.with_only_columns(behind.selected_columns.id).scalar_subquery()
+        step = select(*_columns(wake)).join(walk, wake.c.id == id_behind)
+    else:
+        following = behind.lateral("following")
+        step = select(*_columns(following)).join_from(walk, following, true())
+    walk = walk.union_all(step)
+    return select(walk, dag_state(walk.c.target_dag_id)).limit(_MOST)
 
 
 def oldest_of_dags(dag_ids: Collection[str], per_dag: int, *, session: Session) -> list[Request]:
@@ -178,8 +177,7 @@ def oldest_of_dags(dag_ids: Collection[str], per_dag: int, *, session: Session) 
     dag = DagModel.__table__
     wake = Wake.__table__
     first = wake.alias("first")
-    columns = (first.c.id, first.c.apdr_id, first.c.target_dag_id, first.c.created_at)
-    in_order = select(*columns).order_by(first.c.target_dag_id, first.c.id).limit(per_dag)
+    in_order = select(*_columns(first)).order_by(first.c.target_dag_id, first.c.id).limit(per_dag)
     of_dag = in_order.where(first.c.target_dag_id >= dag.c.dag_id, first.c.target_dag_id <= dag.c.dag_id)
     match get_dialect_name(session):
         case "mysql":
@@ -189,18 +187,15 @@ def oldest_of_dags(dag_ids: Collection[str], per_dag: int, *, session: Session) 
                 .with_hint(first, "FORCE INDEX (idx_apdr_wake_target_dag_id)", "mysql")
                 .lateral("ids")
             )
-            source, found = dag.join(ids, true()).join(wake, wake.c.id == ids.c.id), wake.c
+            source, found = dag.join(ids, true()).join(wake, wake.c.id == ids.c.id), wake
         case "sqlite":  # has no LATERAL
             ids_of_dag = of_dag.with_only_columns(first.c.id).correlate(dag)
-            source, found = dag.join(wake, wake.c.id.in_(ids_of_dag)), wake.c
+            source, found = dag.join(wake, wake.c.id.in_(ids_of_dag)), wake
         case _:
             oldest = of_dag.lateral("oldest")
-            source, found = dag.join(oldest, true()), oldest.c
+            source, found = dag.join(oldest, true()), oldest
     rows = session.execute(
-        select(found.id, found.apdr_id, found.target_dag_id, found.created_at)
-        .select_from(source)
-        .where(dag.c.dag_id.in_(dag_ids))
-        .order_by(found.id)
+        select(*_columns(found)).select_from(source).where(dag.c.dag_id.in_(dag_ids)).order_by(found.c.id)
     )
     return [Request(*row) for row in rows]
 
@@ -212,8 +207,16 @@ def settle(request_ids: Collection[int], *, session: Session) -> None:
     One that a peer is deleting at this moment is left to the peer: no scheduler waits for another.
     """
     for ids in chunks(sorted(request_ids), BATCH):
-        # Two statements: in one, PostgreSQL may look through the whole queue for what it has locked, and MySQL refuses.
-        _delete(_lock(ids, session=session), session=session)
+        match get_dialect_name(session):
+            case "sqlite":  # one writer: nobody to wait for
+                _delete(in_ids(Wake.id, ids), session=session)
+            case "postgresql":
+                # An array, since from IN it may look through the whole queue for what it has locked.
+                free = func.array(_free(ids, session=session).scalar_subquery())
+                _delete(Wake.id == any_(free), session=session)
+            case _:  # MySQL cannot delete from the table that a subquery reads.
+                if locked := session.scalars(_free(ids, session=session)).all():
+                    _delete(in_ids(Wake.id, locked), session=session)
 
 
 def tidy(*, session: Session) -> tuple[int, int]:
@@ -232,7 +235,7 @@ def tidy(*, session: Session) -> tuple[int, int]:
                 # Asked again once the requests are locked: one that came with the return of its Dag stays.
                 if _is_known(dag.dag_id, session=session):
                     break
-                _delete(batch, session=session)
+                _delete(in_ids(Wake.id, batch), session=session)
                 session.commit()
                 dropped += len(batch)
         elif not dag.can_run:
@@ -270,50 +273,42 @@ def _merge(dag_id: str, batch: dict[int, datetime], *, session: Session) -> None
     """Put one request for the whole Dag, as old as the oldest, in the place of many."""
     merged = {"target_dag_id": dag_id, "reason": WakeReason.MERGED.value, "created_at": min(batch.values())}
     session.execute(insert(Wake).values(merged))
-    _delete(batch, session=session)
+    _delete(in_ids(Wake.id, batch), session=session)
 
 
-def _lock(ids: Collection[int], *, session: Session) -> Collection[int]:
-    """Lock and return those of the requests that nobody else has locked."""
-    if get_dialect_name(session) == "sqlite":  # one writer: nobody to wait for
-        return ids
-    free = with_row_locks(
+def _free(ids: Collection[int], *, session: Session) -> Select:
+    """Select and lock those of the requests that nobody else has locked."""
+    return with_row_locks(
         select(Wake.id).where(in_ids(Wake.id, ids)).with_hint(Wake, "FORCE INDEX (PRIMARY)", "mysql"),
         session=session,
         skip_locked=True,
         key_share=False,
     )
-    return list(session.scalars(free))
 
 
-def _delete(ids: Collection[int], *, session: Session) -> None:
-    if ids:
-        session.execute(
-            # MySQL scans a short table, and waits for the rows that peers have locked: hold it to the primary key.
-            delete(Wake)
-            .where(in_ids(Wake.id, ids))
-            .prefix_with(f"/*+ INDEX({Wake.__tablename__} PRIMARY) */", dialect="mysql"),
-            execution_options={"synchronize_session": False},
-        )
+def _delete(those: ColumnElement[bool], *, session: Session) -> None:
+    session.execute(
+        # MySQL scans a short table, and waits for the rows that peers have locked: hold it to the primary key.
+        delete(Wake).where(those).prefix_with(f"/*+ INDEX({Wake.__tablename__} PRIMARY) */", dialect="mysql"),
+        execution_options={"synchronize_session": False},
+    )
 
 
-def _first(
-    column: ColumnElement[T],
-    *,
-    behind: ColumnElement[str] | None = None,
-    at: ColumnElement[str] | None = None,
-) -> ScalarSelect[T]:
+def _first_behind(dag_id: ColumnElement[str]) -> Select:
     """
-    Return a column of the first request, in the index's order, of the next Dag *behind* one, or *at* one that has some.
+    Select the oldest request of the next Dag: the first one in the index behind *dag_id*.
 
     The order is spelled out, so that no plan can go along the primary key.
     """
     wake = Wake.__table__.alias()
-    start = wake.c.target_dag_id > behind if behind is not None else wake.c.target_dag_id >= at
     return (
-        select(wake.c[column.key])
-        .where(start)
+        select(*_columns(wake))
+        .where(wake.c.target_dag_id > dag_id)
         .order_by(wake.c.target_dag_id, wake.c.id)
         .limit(1)
-        .scalar_subquery()
     )
+
+
+def _columns(requests: FromClause) -> list[ColumnElement]:
+    """Return the columns of a :class:`Request`."""
+    return [requests.c[name] for name in ("id", "apdr_id", "target_dag_id", "created_at")]

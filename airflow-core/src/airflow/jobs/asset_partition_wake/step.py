@@ -110,7 +110,7 @@ class WakeStep:
         if waiting.is_nothing and self._agenda.is_idle(now):
 
             def keep_idle() -> None:
-                self._horizon = horizon
+                self._agenda.turn, self._horizon = waiting.turn, horizon
                 stats.gauge("scheduler.asset_partitions.wake_lag", 0)
 
             _on_commit(session, keep_idle)

@@ -43,6 +43,8 @@ LOOKS = 3
 DEEPER = 4
 """How many times as many requests of a Dag the next look reads: enough to get past 24 hourly keys of one day."""
 
+FEW = 50
+"""So many requests show that a queue is still long, where the last loop found it so."""
 
 SLOW = 0.05
 """Seconds from which on a read that finds nothing must have come past the remains of deleted requests."""
@@ -104,8 +106,10 @@ class Waiting:
         self._per_dag = 0
         self._looks = 0
 
-        rows = queue.oldest(budget + 1, after=after, session=session)
-        self._read_whole = len(rows) <= budget
+        # Where the last loop met a long queue, more of these rows would be read for nothing.
+        most = min(FEW, budget + 1) if turn else budget + 1
+        rows = queue.oldest(most, after=after, session=session)
+        self._read_whole = len(rows) < most
         self.since = min((request.created_at for request, can_run in rows if can_run), default=None)
         if self._read_whole:
             self._add(request for request, can_run in rows if can_run)
@@ -135,8 +139,12 @@ class Waiting:
 
     @property
     def turn(self) -> str:
-        """The Dag behind which the next loop goes on: the last one before the first whose runs got nothing."""
-        turn = self._turn
+        """
+        The Dag behind which the next loop goes on: the last one before the first whose runs got nothing.
+
+        Empty after a queue that was read whole: it had all that waits.
+        """
+        turn = "" if self._read_whole else self._turn
         for dag_id in self._looked_at:
             if self._untried.get(dag_id) and dag_id not in self._served:
                 break
@@ -169,7 +177,7 @@ class Waiting:
             # Keep the turn: the first Dag looked at comes first.
             self._untried = {dag_id: self._untried.get(dag_id, {}) for dag_id in dag_ids}
             if self._per_dag == 1:
-                requests = queue.by_id([dag.oldest_id for dag in dags], session=self._session)
+                requests = sorted(dag.oldest for dag in dags)
             else:
                 requests = queue.oldest_of_dags(dag_ids, self._per_dag, session=self._session)
             if self._add(requests):

@@ -19,7 +19,7 @@ from sqlalchemy import delete, event, insert, select, text
 
 from airflow import settings
 from airflow._shared.timezones import timezone
-from airflow.jobs.asset_partition_wake import queue
+from airflow.jobs.asset_partition_wake import claim, queue
 from airflow.jobs.asset_partition_wake.step import WakeStep
 from airflow.models.asset import AssetPartitionDagRun
 from airflow.models.asset_partition_wake import AssetPartitionDagRunWake as Wake
@@ -97,7 +97,7 @@ def ask(statistics: str) -> Iterator[Callable[[str], None]]:
         if kind != "idle":
             _ask(_requests(kind))
         if statistics == "fresh":
-            _analyze(WAKE)
+            _analyze(WAKE, clean_up=True)
 
     yield write
     _forget_requests()
@@ -198,9 +198,11 @@ def _forget_statistics() -> None:
                 connection.execute(text(f"ANALYZE TABLE {table}"))
 
 
-def _analyze(table: str) -> None:
+def _analyze(table: str, clean_up: bool = False) -> None:
+    """Take statistics; on PostgreSQL perhaps together with a vacuum, as autovacuum does."""
+    analyze = "ANALYZE TABLE" if _mysql() else "VACUUM ANALYZE" if clean_up else "ANALYZE"
     with settings.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-        connection.execute(text(f"ANALYZE TABLE {table}" if _mysql() else f"ANALYZE {table}"))
+        connection.execute(text(f"{analyze} {table}"))
 
 
 @contextmanager
@@ -286,7 +288,11 @@ def _nodes(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _rows(node: dict[str, Any]) -> int:
-    if node.get("Relation Name") not in (RUN, WAKE) or node["Node Type"] == "ModifyTable":
+    # What only fills a bitmap names an index, and no table.
+    of_bitmap = node["Node Type"] == "Bitmap Index Scan" and node["Index Name"].startswith(
+        (RUN, WAKE, *LEADING)
+    )
+    if not of_bitmap and (node.get("Relation Name") not in (RUN, WAKE) or node["Node Type"] == "ModifyTable"):
         return 0
     first = LEADING.get(node.get("Index Name", ""))
     if first and "Index Cond" in node and first not in node["Index Cond"]:
@@ -352,6 +358,20 @@ def test_loop_that_misses_runs_touches_what_its_budget_asks_for(ask: Ask, statis
         assert len(sent) > 8
         assert {} == beyond_budget(sent, statistics)
         peer.rollback()
+
+
+def test_locking_touches_what_it_locks(statistics: str):
+    """As many runs as a loop may have are looked up by primary key, and not among all that are pending."""
+    pending = select(AssetPartitionDagRun.id).where(AssetPartitionDagRun.created_dag_run_id.is_(None))
+    with new_session() as session:
+        asked = session.scalars(
+            pending.order_by(AssetPartitionDagRun.partition_key).limit(PENDING // 4)
+        ).all()
+        _end_early(session)
+        with recorded() as sent:
+            assert set(asked) == {run.id for run in claim.lock(asked, session=session)}
+        session.rollback()
+    assert [True] == [touched(one) <= 3 * len(asked) for one in sent]
 
 
 def test_tidying_touches_its_batches(ask: Ask, statistics: str, monkeypatch: pytest.MonkeyPatch):

@@ -10,7 +10,7 @@ from sqlalchemy.dialects import mysql, postgresql, sqlite
 
 from airflow._shared.timezones import timezone
 from airflow.jobs.asset_partition_wake import claim, queue
-from airflow.jobs.asset_partition_wake.queue import WaitingDag
+from airflow.models.asset_partition_wake import AssetPartitionDagRunWake as Wake
 
 from tests_common.db import recorded_statements
 from tests_common.factories import ask, asked, insert_dags
@@ -57,7 +57,7 @@ STATEMENTS = {
     "oldest": lambda session: queue.oldest(5, session=session),
     "dags_waiting": lambda session: queue.dags_waiting("", 5, session=session),
     "oldest_of_dags": lambda session: queue.oldest_of_dags(["dag"], 5, session=session),
-    "delete": lambda session: queue._delete([1], session=session),
+    "delete": lambda session: queue._delete(claim.in_ids(Wake.id, [1]), session=session),
     "settle": lambda session: queue.settle([1], session=session),
     "batch": lambda session: queue._batch("dag", session=session),
     "merge": lambda session: queue._merge("dag", dict.fromkeys((1, 2), timezone.utcnow()), session=session),
@@ -142,13 +142,13 @@ def test_dags_waiting(session):
     for dag_id in "dbcbae":
         oldest.setdefault(dag_id, ask(dag_id, [1, 2, None])[0])
 
-    assert [
-        WaitingDag("a", oldest["a"], known=False, can_run=False),
-        WaitingDag("b", oldest["b"], known=True, can_run=True),
-        WaitingDag("c", oldest["c"], known=True, can_run=False),
-        WaitingDag("d", oldest["d"], known=True, can_run=True),
-        WaitingDag("e", oldest["e"], known=True, can_run=False),
-    ] == queue.dags_waiting("", 10, session=session)
+    waiting = queue.dags_waiting("", 10, session=session)
+    assert list("abcde") == [dag.dag_id for dag in waiting]
+    assert oldest == {dag.dag_id: dag.oldest.id for dag in waiting}
+    assert {1} == {dag.oldest.apdr_id for dag in waiting}
+    assert ["a"] == [dag.dag_id for dag in waiting if not dag.known]
+    assert ["b", "d"] == [dag.dag_id for dag in waiting if dag.can_run]
+    assert waiting[1].oldest.created_at == session.get_one(Wake, oldest["b"]).created_at
     assert ["c", "d"] == [dag.dag_id for dag in queue.dags_waiting("b", 2, session=session)]
     assert ["c"] == [dag.dag_id for dag in queue.dags_waiting("bb", 1, session=session)]
     assert [] == queue.dags_waiting("e", 10, session=session)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from math import ceil
+
 import pytest
 
+from airflow._shared.timezones import timezone
 from airflow.jobs.asset_partition_wake import agenda, waiting
 from airflow.jobs.asset_partition_wake.step import WakeStep
 from airflow.jobs.asset_partition_wake.waiting import Waiting
@@ -143,6 +147,23 @@ def test_many_dags_that_cannot_run_delay_by_a_bounded_number_of_loops():
     assert [run] == [run for _ in range(loops) for run in claim(step, 10)]
 
 
+def test_flood_does_not_hold_up_the_turn_beside_dags_that_cannot_run():
+    """A Dag with more requests than the loop had room for is no reason to look at the same resting Dags again."""
+    runs = dags_with_runs(["a", "fan-out"], 200)
+    ask("fan-out")
+    step = WakeStep()
+    claim(step, 10)
+    ask("a", runs["a"])
+    resting = [f"b{n:03}" for n in range(60)]
+    insert_dags(*resting, is_paused=True)
+    for dag_id in resting:
+        ask(dag_id)
+    (run,) = dags_with_runs(["z"])["z"]
+    ask("z", [run])
+    loops = 1 + ceil(len(resting) / (10 * waiting.LOOKS))
+    assert run in [run for _ in range(loops) for run in claim(step, 10)]
+
+
 def test_requests_for_whole_dags_do_not_hold_up_the_turn(monkeypatch):
     """Dags that wait for a fan-out do not keep the turn from a Dag behind them that asks for a run."""
     monkeypatch.setattr(agenda, "MAX_FAN_OUTS", 1)
@@ -182,6 +203,20 @@ def test_short_queue_is_one_statement(session):
     assert 1 + waiting.LOOKS + waiting.LOOKS >= len(statements)
 
 
+@pytest.mark.parametrize("requests", [101, 200], ids=["a short one comes next", "none comes next"])
+def test_queue_is_read_whole_again_after_a_long_one(requests):
+    """Once a long queue has ended, a queue that fits into the loop is one statement, as it was before."""
+    budget = 2 * waiting.FEW
+    runs = dags_with_runs(["dag"], requests)["dag"]
+    step = WakeStep()
+    ask("dag", runs)
+    assert runs == claim(step, budget) + claim(step, budget) + claim(step, budget)
+    ask("dag", runs[:budget])
+    with recorded_statements("LIMIT") as reads:
+        assert runs[:budget] == claim(step, budget)
+    assert 1 == len(reads)
+
+
 def test_since(session):
     """The age of the queue is that of the oldest request of a Dag that can run."""
     insert_dags("resting", is_paused=True)
@@ -193,3 +228,13 @@ def test_since(session):
         waited = Waiting(10, "", session=other)
     assert waited.since is not None
     assert {2} == waited.of_run.keys()
+
+
+def test_since_of_a_long_queue(session):
+    """Of more requests than a loop can answer, too, those of Dags that cannot run do not count."""
+    insert_dags("resting", is_paused=True)
+    insert_dags("dag")
+    now = timezone.utcnow()
+    ask("dag", [1, 2, 3], created_at=now)
+    ask("resting", [4, 5, 6], created_at=now - timedelta(hours=1))
+    assert now == Waiting(2, "", session=session).since
