@@ -170,9 +170,9 @@ class Bench:
         """Measure a loop's claim."""
         return self._measure(self._claim, times)
 
-    def step(self, times: int, pause: float = 0) -> list[float]:
-        """Measure a loop's whole step, with a pause before each."""
-        return self._measure(self._step, times, pause)
+    def step(self, times: int, pause: float = 0, commit: bool = False) -> list[float]:
+        """Measure a loop's whole step, with a pause before each; perhaps commit it, so that it keeps what it learned."""
+        return self._measure(self._step, times, pause, commit)
 
     def count(self, what: str) -> dict[str, int]:
         """Return what a `claim` or `step` does: its statements, the runs it claims, the Dags that get a run."""
@@ -309,11 +309,20 @@ class Bench:
         self.snapshot = engine().connect().execution_options(isolation_level="REPEATABLE READ")
         self.snapshot.scalar(select(func.count()).select_from(self.wake))
 
-    def close_snapshot(self) -> None:
-        """End `open_snapshot`, and have the database clean up as it does by itself in time."""
+    def close_snapshot(self) -> float:
+        """End `open_snapshot`, and let the database clean up as it does by itself; return how many seconds it took."""
         self.snapshot.close()
         self.snapshot = None
+        started = time.monotonic()
         population.analyze(self.wake.name)
+        if engine().dialect.name == "mysql":
+            left = text("SELECT count FROM information_schema.innodb_metrics WHERE name = 'trx_rseg_history_len'")
+            with engine().connect() as connection:
+                before, now = None, connection.scalar(left)
+                while now != before and time.monotonic() - started < 120:
+                    time.sleep(2)
+                    before, now = now, connection.scalar(left)
+        return time.monotonic() - started
 
     def plans(self, analyze: bool = True) -> list[dict[str, str]]:
         """Return the statements of a claim, each with its plan."""
@@ -345,8 +354,10 @@ class Bench:
     def _step(self, session: Session) -> set[str]:
         return self.runner._create_dagruns_for_partitioned_asset_dags(session)
 
-    def _measure(self, act: Callable[[Session], Any], times: int, pause: float = 0) -> list[float]:
-        """Run something, each time in a session of its own that has a transaction already; all is rolled back."""
+    def _measure(
+        self, act: Callable[[Session], Any], times: int, pause: float = 0, commit: bool = False
+    ) -> list[float]:
+        """Run something, each time in a session of its own that has a transaction already; then end that."""
         measured = []
         for _ in range(times):
             time.sleep(pause)
@@ -355,7 +366,7 @@ class Bench:
                 started = time.perf_counter()
                 act(session)
                 measured.append(time.perf_counter() - started)
-                session.rollback()
+                session.commit() if commit else session.rollback()
         return measured
 
     @contextmanager

@@ -46,7 +46,7 @@ DEEPER = 4
 FEW = 50
 """So many requests show that a queue is still long, where the last loop found it so."""
 
-SLOW = 0.05
+SLOW = 0.01
 """Seconds from which on a read that finds nothing must have come past the remains of deleted requests."""
 
 MOST_DELAY = 30.0
@@ -59,8 +59,8 @@ class Horizon:
     From which id on a loop reads: from the first, as long as that is quick.
 
     While some old snapshot is open (a dump, a long query), databases keep deleted requests and every read comes past them:
-    a million of them cost 100 ms and more. Then most loops read only what was written since the last whole read that found
-    nothing. A smaller id may still be committed, so whole reads go on, for about a twentieth of the time.
+    a million of them cost 50 ms and more. Then most loops read only what was written since the last whole read that found
+    nothing. A smaller id may still be committed, so whole reads go on, for about a hundredth of the time.
     """
 
     drawn: int = 0
@@ -75,7 +75,7 @@ class Horizon:
         """Return the horizon after a whole read that found nothing: when it ended, how long it took."""
         slow = seconds > SLOW
         if slow and self.was_slow:  # The first time, the machine may just have been busy.
-            return Horizon(queue.draw_id(session=session), now + min(20 * seconds, MOST_DELAY), was_slow=True)
+            return Horizon(queue.draw_id(session=session), now + min(100 * seconds, MOST_DELAY), was_slow=True)
         return self if slow == self.was_slow else replace(self, was_slow=slow)
 
 
