@@ -316,7 +316,9 @@ class Bench:
         started = time.monotonic()
         population.analyze(self.wake.name)
         if engine().dialect.name == "mysql":
-            left = text("SELECT count FROM information_schema.innodb_metrics WHERE name = 'trx_rseg_history_len'")
+            left = text(
+                "SELECT count FROM information_schema.innodb_metrics WHERE name = 'trx_rseg_history_len'"
+            )
             with engine().connect() as connection:
                 before, now = None, connection.scalar(left)
                 while now != before and time.monotonic() - started < 120:

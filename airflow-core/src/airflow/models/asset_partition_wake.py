@@ -263,9 +263,8 @@ def activate_and_request(
     :param session: the session of the activation
     """
     if session.get_bind().dialect.insert_executemany_returning:
-        activated = set(
-            session.execute(insert_active.returning(AssetActive.name, AssetActive.uri), values).tuples()
-        )
+        returned = session.execute(insert_active.returning(AssetActive.name, AssetActive.uri), values)
+        activated = {(name, uri) for name, uri in returned}
     else:
         # MySQL does not tell what it inserted. A row that a peer is about to delete does not count as active: the insert
         # waits for the peer, and then makes it active again. The others stay as they are, for we have locked them.
@@ -286,4 +285,4 @@ def _active(
     )
     if locked:
         active = with_row_locks(active, session=session, skip_locked=True, key_share=False)
-    return set(session.execute(active).tuples())
+    return {(name, uri) for name, uri in session.execute(active)}

@@ -24,6 +24,7 @@ its columns in ORDER BY, so that the order is the index's own also where a datab
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 from sqlalchemy import ColumnElement, Integer, and_, bindparam, case, func, literal, select, true
@@ -36,7 +37,7 @@ from airflow.utils.sqlalchemy import with_row_locks
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from sqlalchemy import Dialect, ScalarSelect, SQLColumnExpression
+    from sqlalchemy import Dialect, ScalarSelect, Select, SQLColumnExpression
     from sqlalchemy.orm import Session
 
 APDR = AssetPartitionDagRun
@@ -65,7 +66,7 @@ def dag_state(dag_id: SQLColumnExpression[str]) -> ScalarSelect[int]:
 
 
 class _Ids(UserDefinedType):
-    """A list of ids that is written into the statement at once: a parameter each costs the client as much as the rows."""
+    """Ids that are written into the statement as one text: a parameter each costs the client as much as the rows."""
 
     cache_ok = True
 
@@ -73,9 +74,14 @@ class _Ids(UserDefinedType):
         return lambda ids: f"({', '.join(map(str, ids))})"
 
 
-def in_ids(column: SQLColumnExpression[int], ids: Collection[int]) -> ColumnElement[bool]:
-    """Return ``column IN (ids)``, the ids in order; there must be some."""
-    return column.bool_op("IN")(bindparam(None, sorted(ids), type_=_Ids, literal_execute=True))
+def in_ids(column: SQLColumnExpression[int]) -> ColumnElement[bool]:
+    """Return ``column IN (ids)``, for a statement that is executed with :func:`these`."""
+    return column.bool_op("IN")(bindparam("ids", type_=_Ids, literal_execute=True))
+
+
+def these(ids: Collection[int]) -> dict[str, list[int]]:
+    """Return the parameter for :func:`in_ids`; there must be some."""
+    return {"ids": sorted(ids)}
 
 
 def newest_run(*, session: Session) -> int:
@@ -124,17 +130,18 @@ def lock(apdr_ids: Collection[int], *, session: Session) -> list[AssetPartitionD
     """
     if not apdr_ids:
         return []
-    runs = (
+    runs = with_row_locks(_pending_runs(), session=session, of=APDR, skip_locked=True, key_share=False)
+    return list(session.scalars(runs, these(apdr_ids)))
+
+
+@cache
+def _pending_runs() -> Select:
+    """Build the statement once: for a few runs, that takes as long as to send it."""
+    return (
         select(APDR)
-        .where(
-            in_ids(APDR.id, apdr_ids),
-            case((APDR.created_dag_run_id.is_(None), dag_state(APDR.target_dag_id))) == 1,
-        )
+        .where(in_ids(APDR.id), case((APDR.created_dag_run_id.is_(None), dag_state(APDR.target_dag_id))) == 1)
         .with_hint(APDR, "FORCE INDEX (PRIMARY)", "mysql")
         .execution_options(populate_existing=True)
-    )
-    return list(
-        session.scalars(with_row_locks(runs, session=session, of=APDR, skip_locked=True, key_share=False))
     )
 
 
@@ -149,7 +156,8 @@ def still_pending(apdr_ids: Collection[int], *, session: Session) -> dict[int, t
     # Whether a run is pending is looked at here: in the statement, it could lead a plan through all pending runs.
     rows = session.execute(
         select(APDR.id, APDR.created_dag_run_id, APDR.target_dag_id, dag_state(APDR.target_dag_id))
-        .where(in_ids(APDR.id, apdr_ids))
-        .with_hint(APDR, "FORCE INDEX (PRIMARY)", "mysql")
+        .where(in_ids(APDR.id))
+        .with_hint(APDR, "FORCE INDEX (PRIMARY)", "mysql"),
+        these(apdr_ids),
     )
     return {apdr_id: (dag_id, state == 1) for apdr_id, fired, dag_id, state in rows if fired is None}

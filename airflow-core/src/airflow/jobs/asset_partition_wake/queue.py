@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from sqlalchemy import Integer, any_, bindparam, delete, func, insert, select, true
 
 from airflow.jobs.asset_partition_wake.agenda import Request
-from airflow.jobs.asset_partition_wake.claim import dag_state, in_ids
+from airflow.jobs.asset_partition_wake.claim import dag_state, in_ids, these
 from airflow.models.asset_partition_wake import AssetPartitionDagRunWake, WakeReason
 from airflow.models.dag import DagModel
 from airflow.utils.helpers import chunks
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
     from datetime import datetime
 
-    from sqlalchemy import ColumnElement, FromClause, Select
+    from sqlalchemy import ColumnElement, Delete, FromClause, Select
     from sqlalchemy.orm import Session
 
 Wake = AssetPartitionDagRunWake
@@ -96,7 +96,7 @@ def draw_id(*, session: Session) -> int:
     marker = Wake(target_dag_id="", reason="")
     session.add(marker)
     session.flush()
-    _delete(Wake.id == marker.id, session=session)
+    _delete([marker.id], session=session)
     session.expunge(marker)
     return marker.id
 
@@ -207,16 +207,16 @@ def settle(request_ids: Collection[int], *, session: Session) -> None:
     One that a peer is deleting at this moment is left to the peer: no scheduler waits for another.
     """
     for ids in chunks(sorted(request_ids), BATCH):
+        free = with_row_locks(_ids(), session=session, skip_locked=True, key_share=False)
         match get_dialect_name(session):
             case "sqlite":  # one writer: nobody to wait for
-                _delete(in_ids(Wake.id, ids), session=session)
+                _delete(ids, session=session)
             case "postgresql":
                 # An array, since from IN it may look through the whole queue for what it has locked.
-                free = func.array(_free(ids, session=session).scalar_subquery())
-                _delete(Wake.id == any_(free), session=session)
+                locked = func.array(free.scalar_subquery())
+                session.execute(delete(Wake.__table__).where(Wake.id == any_(locked)), these(ids))
             case _:  # MySQL cannot delete from the table that a subquery reads.
-                if locked := session.scalars(_free(ids, session=session)).all():
-                    _delete(in_ids(Wake.id, locked), session=session)
+                _delete(session.scalars(free, these(ids)).all(), session=session)
 
 
 def tidy(*, session: Session) -> tuple[int, int]:
@@ -235,7 +235,7 @@ def tidy(*, session: Session) -> tuple[int, int]:
                 # Asked again once the requests are locked: one that came with the return of its Dag stays.
                 if _is_known(dag.dag_id, session=session):
                     break
-                _delete(in_ids(Wake.id, batch), session=session)
+                _delete(batch, session=session)
                 session.commit()
                 dropped += len(batch)
         elif not dag.can_run:
@@ -273,25 +273,24 @@ def _merge(dag_id: str, batch: dict[int, datetime], *, session: Session) -> None
     """Put one request for the whole Dag, as old as the oldest, in the place of many."""
     merged = {"target_dag_id": dag_id, "reason": WakeReason.MERGED.value, "created_at": min(batch.values())}
     session.execute(insert(Wake).values(merged))
-    _delete(in_ids(Wake.id, batch), session=session)
+    _delete(batch, session=session)
 
 
-def _free(ids: Collection[int], *, session: Session) -> Select:
-    """Select and lock those of the requests that nobody else has locked."""
-    return with_row_locks(
-        select(Wake.id).where(in_ids(Wake.id, ids)).with_hint(Wake, "FORCE INDEX (PRIMARY)", "mysql"),
-        session=session,
-        skip_locked=True,
-        key_share=False,
-    )
+@cache
+def _ids() -> Select:
+    return select(Wake.id).where(in_ids(Wake.id)).with_hint(Wake, "FORCE INDEX (PRIMARY)", "mysql")
 
 
-def _delete(those: ColumnElement[bool], *, session: Session) -> None:
-    session.execute(
-        # MySQL scans a short table, and waits for the rows that peers have locked: hold it to the primary key.
-        delete(Wake).where(those).prefix_with(f"/*+ INDEX({Wake.__tablename__} PRIMARY) */", dialect="mysql"),
-        execution_options={"synchronize_session": False},
-    )
+def _delete(ids: Collection[int], *, session: Session) -> None:
+    if ids:
+        session.execute(_deletion(), these(ids))
+
+
+@cache
+def _deletion() -> Delete:
+    # MySQL scans a short table, and waits for the rows that peers have locked: hold it to the primary key.
+    hint = f"/*+ INDEX({Wake.__tablename__} PRIMARY) */"
+    return delete(Wake.__table__).where(in_ids(Wake.id)).prefix_with(hint, dialect="mysql")
 
 
 def _first_behind(dag_id: ColumnElement[str]) -> Select:

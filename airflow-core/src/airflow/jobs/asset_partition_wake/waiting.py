@@ -75,7 +75,9 @@ class Horizon:
         """Return the horizon after a whole read that found nothing: when it ended, how long it took."""
         slow = seconds > SLOW
         if slow and self.was_slow:  # The first time, the machine may just have been busy.
-            return Horizon(queue.draw_id(session=session), now + min(100 * seconds, MOST_DELAY), was_slow=True)
+            return Horizon(
+                queue.draw_id(session=session), now + min(100 * seconds, MOST_DELAY), was_slow=True
+            )
         return self if slow == self.was_slow else replace(self, was_slow=slow)
 
 

@@ -97,6 +97,7 @@ def test_draining_dags_cannot_run(session, monkeypatch):
         Column("fail_fast", Boolean(), key="is_draining"),
     )
     monkeypatch.setattr(claim, "DagModel", SimpleNamespace(__table__=table, dag_id=table.c.dag_id))
+    monkeypatch.setattr(claim, "_pending_runs", claim._pending_runs.__wrapped__)  # built anew
     insert_dags("runs", fail_fast=False)
     insert_dags("drains", fail_fast=True)
     (run,), (drains,) = insert_runs("runs"), insert_runs("drains")

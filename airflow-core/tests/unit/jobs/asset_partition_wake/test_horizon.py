@@ -65,5 +65,5 @@ def test_requests_behind_and_before_the_horizon(clock):
     assert [] == scheduler.evaluate()
     ask("a", [late])
     assert [late] == scheduler.evaluate()
-    clock.shift(20)
+    clock.shift(30)
     assert [early] == scheduler.evaluate()
