@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from _lib.bench.report import Row, Times, from_dict, seconds, table
+from _lib.bench.report import Row, Times, from_dict, read, seconds, table
 from _lib.bench.sizes import Sizes
+from _lib.environment import Problem
 from _lib.paths import ROOT
 
 SCRIPT = ROOT / "scripts" / "bench"
@@ -83,6 +84,26 @@ def test_row_survives_json():
 def test_times_have_three_digits(value: float, shown: str):
     """A time is shown in the unit that suits it."""
     assert shown == seconds(value)
+
+
+def test_later_files_replace_cases(tmp_path: Path):
+    """Cases that were measured again are those of the last file, in their old places; others stay."""
+    for name, kinds in (("first", ["claim", "write"]), ("second", ["claim"])):
+        rows = [Row(kind, backend, name) for backend in ("postgresql", "mysql") for kind in kinds]
+        (tmp_path / name).write_text(json.dumps([row.as_dict() for row in rows]))
+    assert [
+        Row("claim", "postgresql", "second"),
+        Row("write", "postgresql", "first"),
+        Row("claim", "mysql", "second"),
+        Row("write", "mysql", "first"),
+    ] == read([tmp_path / "first", tmp_path / "second"])
+
+
+def test_what_is_no_file_of_measurements(tmp_path: Path):
+    """A file of something else is named."""
+    (tmp_path / "other").write_text('[{"what": "else"}]')
+    with pytest.raises(Problem, match="other is no file of measurements"):
+        read([tmp_path / "other"])
 
 
 @pytest.mark.timeout(600)

@@ -14,6 +14,10 @@ from _lib.bench.workers import Worker
 from _lib.environment import Problem
 
 
+IN_A_ROW = 5
+"""Claims of one side before it is the other's turn: right after stock has read all runs, every cache is cold for ours."""
+
+
 @dataclass
 class Options:
     """What the user chose."""
@@ -51,8 +55,9 @@ class Bench:
     def in_turn(
         self, stock: Callable[..., list[float]], ours: Callable[..., list[float]], times: int, each: int = 1
     ) -> tuple[Times, Times]:
-        """Measure both in turn, after a first time that does not count."""
+        """Measure both in turn, *each* so often in a row, after a first time that does not count."""
         stock(times=1), ours(times=1)
+        each = min(each, times)
         of_stock, of_ours = [], []
         for _ in range(max(1, times // each)):
             of_stock += stock(times=each)
@@ -107,7 +112,7 @@ def claim(bench: Bench) -> None:
         (options.queue, None),
     ):
         runs = ours.fill(count=requests)
-        of_stock[requests], costs[requests] = bench.in_turn(stock.claim, ours.claim, times)
+        of_stock[requests], costs[requests] = bench.in_turn(stock.claim, ours.claim, times, IN_A_ROW)
         got = ours.count(what="claim")
         bench.row(
             "claim",
@@ -138,7 +143,7 @@ def claim(bench: Bench) -> None:
             target=most,
         )
     runs = ours.fill(count=50_000, kind="one Dag")
-    stock_times, ours_times = bench.in_turn(stock.claim, ours.claim, times)
+    stock_times, ours_times = bench.in_turn(stock.claim, ours.claim, times, IN_A_ROW)
     got = ours.count(what="claim")
     bench.row(
         "claim",
@@ -210,7 +215,7 @@ def resync(bench: Bench) -> None:
     ours.clear()
     for first, what in ((True, "first loop"), (False, "later loop")):
         read = functools.partial(ours.pass_reads, first=first)
-        of_stock, of_ours = bench.in_turn(stock.claim, read, times)
+        of_stock, of_ours = bench.in_turn(stock.claim, read, times, IN_A_ROW)
         bench.row(
             "pass",
             f"share of a {what}, to stock's claim",
@@ -254,7 +259,7 @@ def fan_out(bench: Bench) -> None:
     ours.clear()
     for number, target in ((1, None), (0, 3)):
         start = functools.partial(ours.fan_out_start, number=number)
-        of_stock, of_ours = bench.in_turn(stock.claim, start, bench.options.times)
+        of_stock, of_ours = bench.in_turn(stock.claim, start, bench.options.times, IN_A_ROW)
         bench.row(
             "fan-out",
             f"start with {pending[number]:,} runs, to stock's claim",
@@ -388,7 +393,7 @@ def growth(bench: Bench) -> None:
         sizes = bench.options.sizes.part(part)
         stock, ours = bench.databases.pair(sizes)
         ours.clear()
-        of_stock, idle = bench.in_turn(stock.claim, ours.claim, bench.options.times)
+        of_stock, idle = bench.in_turn(stock.claim, ours.claim, bench.options.times, IN_A_ROW)
         ours.fill(count=min(500, sizes.pending // 2))
         busy = Times(ours.claim(times=bench.options.times))
         ours.clear()

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any
+
+from _lib.environment import Problem
 
 
 @dataclass
@@ -75,6 +80,23 @@ def from_dict(data: dict[str, Any]) -> Row:
     for key in ("stock", "ours"):
         data[key] = Times(data[key]) if data[key] else None
     return Row(**data)
+
+
+def read(files: Iterable[Path]) -> list[Row]:
+    """
+    Return the rows of files, each database's in the order of the first file; a later one replaces the cases that it has.
+
+    :raises Problem: if one is no file of measurements
+    """
+    by_case: dict[tuple[str, str], list[Row]] = {}
+    for path in files:
+        try:
+            rows = [from_dict(row) for row in json.loads(path.read_text())]
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise Problem(f"{path} is no file of measurements: {error}") from error
+        for case in dict.fromkeys((row.backend, row.case) for row in rows):
+            by_case[case] = [row for row in rows if (row.backend, row.case) == case]
+    return [row for rows in by_case.values() for row in rows]
 
 
 def seconds(value: float) -> str:

@@ -130,7 +130,11 @@ def _in_order_of_indexes(session: Session) -> Iterator[None]:
 
 @cache
 def _loose_scan() -> Select:
-    """MySQL steps from group to group by itself ("Using index for group-by"); the requests come by primary key."""
+    """
+    MySQL steps from group to group by itself ("Using index for group-by"); the requests come by primary key.
+
+    A queue that was empty a moment ago it may read to its end, until it takes statistics: by itself, within seconds.
+    """
     wake = Wake.__table__
     walk = (
         select(func.min(wake.c.id).label("id"))
@@ -215,7 +219,8 @@ def settle(request_ids: Collection[int], *, session: Session) -> None:
                 # An array, since from IN it may look through the whole queue for what it has locked.
                 locked = func.array(free.scalar_subquery())
                 session.execute(delete(Wake.__table__).where(Wake.id == any_(locked)), these(ids))
-            case _:  # MySQL cannot delete from the table that a subquery reads.
+            case _:
+                # Joined in one statement, MySQL looks through the whole queue while its statistics say that it is empty.
                 _delete(session.scalars(free, these(ids)).all(), session=session)
 
 
