@@ -111,6 +111,10 @@ class Waiting:
         # Where the last loop met a long queue, more of these rows would be read for nothing.
         most = min(FEW, budget + 1) if turn else budget + 1
         rows = queue.oldest(most, after=after, session=session)
+        if len(rows) == most <= budget and not any(can_run for _, can_run in rows):
+            # Dags that cannot run may keep so many requests for ever: they do not make the queue a long one.
+            most = budget + 1
+            rows = queue.oldest(most, after=after, session=session)
         self._read_whole = len(rows) < most
         self.since = min((request.created_at for request, can_run in rows if can_run), default=None)
         if self._read_whole:

@@ -217,6 +217,24 @@ def test_queue_is_read_whole_again_after_a_long_one(requests):
     assert 1 == len(reads)
 
 
+def test_requests_of_dags_that_cannot_run_are_no_long_queue():
+    """What waits for Dags that cannot run makes no loop take the queue for a long one, once that has ended."""
+    budget = 4 * waiting.FEW
+    resting = [f"a{n:03}" for n in range(waiting.FEW + 1)]
+    insert_dags(*resting, is_paused=True)
+    for dag_id in resting:
+        ask(dag_id)
+    runs = dags_with_runs(["dag"], budget)["dag"]
+    ask("dag", runs)
+    step = WakeStep()
+    while len(asked()) > len(resting):
+        assert claim(step, budget)
+    claim(step, budget)
+    with recorded_statements() as statements:
+        assert [] == claim(step, budget)
+    assert 1 == len(statements)
+
+
 def test_since(session):
     """The age of the queue is that of the oldest request of a Dag that can run."""
     insert_dags("resting", is_paused=True)
