@@ -83,16 +83,25 @@ def test_death_of_a_scheduler(round_, monkeypatch, log, status, found):
     assert found == [finding.partition(" [")[0] for finding in round_.result.findings]
 
 
-def test_deadlock_of_a_writer_is_a_finding(round_, monkeypatch):
-    """A deadlock error that reached a writer fails the round; a connection that was cut does not."""
+@pytest.mark.parametrize(
+    ("statement", "findings"),
+    [
+        ("INSERT INTO asset_partition_dag_run_wake VALUES (1)", ["1 deadlock errors reached a writer"]),
+        ("SELECT asset_active.name \nFROM asset_active FOR UPDATE", ["1 deadlock errors reached a writer"]),
+        ("SELECT asset.id \nFROM asset \nWHERE asset.id = %s FOR UPDATE", []),
+    ],
+)
+def test_deadlock_of_a_writer(round_, monkeypatch, statement, findings):
+    """A deadlock error that reached a writer fails the round, but for Airflow's own; so does no connection that was cut."""
     monkeypatch.setattr(round_, "_once", lambda *_: None)
     (round_.folder / "checked.json").write_text('{"lost": [], "twice": []}')
-    lines = [
-        f'{{"what": "writer error", "process": "writer-0", "kind": "{kind}"}}' for kind in ("cut", "deadlock")
-    ]
-    (round_.folder / "reports" / "writer-0.jsonl").write_text("\n".join(lines))
+    lines: list[dict[str, str]] = [{"what": "writer error", "kind": "cut"}]
+    lines += [{"what": "database error", "kind": "deadlock", "statement": statement}]
+    lines += [{"what": "writer error", "kind": "deadlock"}]
+    reports = round_.folder / "reports" / "writer-0.jsonl"
+    reports.write_text("\n".join(json.dumps({**line, "process": "writer-0"}) for line in lines))
     round_._judge()
-    assert ["1 deadlock errors reached a writer"] == round_.result.findings
+    assert findings == [one for one in round_.result.findings if "reached a writer" in one]
     assert {"cut": 1, "deadlock": 1} == round_.result.figures["writer_errors"]
 
 

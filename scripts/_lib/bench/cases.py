@@ -13,7 +13,6 @@ from _lib.bench.sizes import Sizes
 from _lib.bench.workers import Worker
 from _lib.environment import Problem
 
-
 IN_A_ROW = 5
 """Claims of one side before it is the other's turn: right after stock has read all runs, every cache is cold for ours."""
 

@@ -39,6 +39,12 @@ FAULTS_OF_AIRFLOW = {
     "deadlock over active assets": (r"event_scheduler\.py", r"DELETE FROM asset_active", r"[Dd]eadlock"),
 }
 
+LOCK_OF_AN_ASSET = "SELECT asset"
+"""
+Where a writer's deadlock is Airflow's own: it locks one asset after the other (`_lock_asset_model`), while on MySQL that DELETE
+locks all assets that it looks at. Both are stock's, and so was the deadlock where stock ran them alone.
+"""
+
 
 def is_cut(text: str) -> bool:
     """Tell whether an error's text is that of a connection that was cut, or of what follows from that."""
