@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from sqlalchemy import delete, event
@@ -18,21 +18,12 @@ from airflow.models.dagwarning import DagWarning
 from airflow.models.log import Log
 from airflow.models.serialized_dag import SerializedDagModel
 from airflow.models.taskinstance import TaskInstance
+from airflow.utils.session import create_session
 
 
-@contextmanager
-def new_session() -> Iterator[Session]:
+def new_session() -> AbstractContextManager[Session]:
     """Open a session with a connection of its own, as another process would have; commits at the end of the block."""
-    assert settings.NonScopedSession is not None, "Airflow's database is not set up"
-    session = settings.NonScopedSession()
-    try:
-        yield session
-        session.commit()
-    except BaseException:
-        session.rollback()
-        raise
-    finally:
-        session.close()
+    return create_session(scoped=False)
 
 
 def clear_db_apdr() -> None:

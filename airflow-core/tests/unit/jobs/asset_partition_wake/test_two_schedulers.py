@@ -328,7 +328,8 @@ def test_mysql_locks_only_the_runs_it_returns():
             locks = observer.execute(
                 text(
                     "SELECT index_name, lock_mode, COUNT(*) FROM performance_schema.data_locks "
-                    "WHERE object_name = 'asset_partition_dag_run' AND lock_type = 'RECORD' GROUP BY 1, 2"
+                    "WHERE object_schema = DATABASE() AND object_name = 'asset_partition_dag_run' "
+                    "AND lock_type = 'RECORD' GROUP BY 1, 2"
                 )
             ).all()
         assert [("PRIMARY", "X,REC_NOT_GAP", 20)] == [tuple(row) for row in locks]
