@@ -219,8 +219,7 @@ def settle(request_ids: Collection[int], *, session: Session) -> None:
                 # An array, since from IN it may look through the whole queue for what it has locked.
                 locked = func.array(free.scalar_subquery())
                 session.execute(delete(Wake.__table__).where(Wake.id == any_(locked)), these(ids))
-            case _:
-                # Joined in one statement, MySQL looks through the whole queue while its statistics say that it is empty.
+            case _:  # MySQL deletes from no table that a subquery reads.
                 _delete(session.scalars(free, these(ids)).all(), session=session)
 
 

@@ -29,6 +29,15 @@ def dags_with_runs(names: list[str], runs: int = 1, **state: bool) -> dict[str, 
     return {name: insert_runs(name, runs) for name in names}
 
 
+def resting_dags(prefix: str, count: int) -> list[str]:
+    """Have paused Dags, each with a request."""
+    dag_ids = [f"{prefix}{n:03}" for n in range(count)]
+    insert_dags(*dag_ids, is_paused=True)
+    for dag_id in dag_ids:
+        ask(dag_id)
+    return dag_ids
+
+
 def test_several_requests_are_one_evaluation():
     """A run that is asked for many times is evaluated once, and all of the requests are answered."""
     (run,) = dags_with_runs(["dag"])["dag"]
@@ -136,10 +145,7 @@ def test_dags_that_cannot_run_hide_nothing(state, requests):
 
 def test_many_dags_that_cannot_run_delay_by_a_bounded_number_of_loops():
     """Past more resting Dags than a loop looks at, the next loops look on from there."""
-    resting = [f"a{n:03}" for n in range(200)]
-    insert_dags(*resting, is_paused=True)
-    for dag_id in resting:
-        ask(dag_id)
+    resting = resting_dags("a", 200)
     (run,) = dags_with_runs(["z"])["z"]
     ask("z", [run])
     step = WakeStep()
@@ -154,10 +160,7 @@ def test_flood_does_not_hold_up_the_turn_beside_dags_that_cannot_run():
     step = WakeStep()
     claim(step, 10)
     ask("a", runs["a"])
-    resting = [f"b{n:03}" for n in range(60)]
-    insert_dags(*resting, is_paused=True)
-    for dag_id in resting:
-        ask(dag_id)
+    resting = resting_dags("b", 60)
     (run,) = dags_with_runs(["z"])["z"]
     ask("z", [run])
     loops = 1 + ceil(len(resting) / (10 * waiting.LOOKS))
@@ -203,7 +206,11 @@ def test_short_queue_is_one_statement(session):
     assert 1 + waiting.LOOKS + waiting.LOOKS >= len(statements)
 
 
-@pytest.mark.parametrize("requests", [101, 200], ids=["a short one comes next", "none comes next"])
+@pytest.mark.parametrize(
+    "requests",
+    [2 * waiting.FEW + 1, 4 * waiting.FEW],
+    ids=["a short one comes next", "none comes next"],
+)
 def test_queue_is_read_whole_again_after_a_long_one(requests):
     """Once a long queue has ended, a queue that fits into the loop is one statement, as it was before."""
     budget = 2 * waiting.FEW
@@ -220,10 +227,7 @@ def test_queue_is_read_whole_again_after_a_long_one(requests):
 def test_requests_of_dags_that_cannot_run_are_no_long_queue():
     """What waits for Dags that cannot run makes no loop take the queue for a long one, once that has ended."""
     budget = 4 * waiting.FEW
-    resting = [f"a{n:03}" for n in range(waiting.FEW + 1)]
-    insert_dags(*resting, is_paused=True)
-    for dag_id in resting:
-        ask(dag_id)
+    resting = resting_dags("a", waiting.FEW + 1)
     runs = dags_with_runs(["dag"], budget)["dag"]
     ask("dag", runs)
     step = WakeStep()
